@@ -108,7 +108,7 @@ def attention(
         q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
     )
     if score_mod is not None or isinstance(mask, MaskMod):
-        return ops_mods.run(ops_mods.bind(call, score_mod, mask), out)[0]
+        return ops_mods.attend(call, score_mod, mask, out)[0]
     result = ops.run(call, out if out is None else _out(out), True)[0]
     if keywords is not None:
         ops.insert_keywords(call, keywords)
@@ -140,7 +140,7 @@ def partial_attention(
         raise unknown(partial_attention, others)
     options = _options(scale, softcap, deterministic, batch_invariant, kernel)
     call = _dense(q, k, v, causal, window, mask, None, options)._replace(partial=True)
-    return Partial(*_run(call, score_mod, mask))
+    return Partial(*ops_mods.attend(call, score_mod, mask))
 
 
 def attention_varlen(
@@ -184,12 +184,12 @@ def attention_varlen(
         v,
         causal,
         window,
-        _varlen_mask(mask),
+        mask,
         sinks,
         _options(scale, softcap, deterministic, batch_invariant, kernel),
     )
     call = _packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _run(call, score_mod, mask, out if out is None else _out(out))[0]
+    return ops_mods.attend(call, score_mod, mask, out if out is None else _out(out))[0]
 
 
 def partial_attention_varlen(
@@ -212,8 +212,10 @@ def partial_attention_varlen(
     if others:
         raise unknown(partial_attention_varlen, others)
     options = _options(scale, softcap, deterministic, batch_invariant, kernel)
-    call = _dense(q, k, v, causal, window, _varlen_mask(mask), None, options)._replace(partial=True)
-    return Partial(*_run(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), score_mod, mask))
+    call = _dense(q, k, v, causal, window, mask, None, options)._replace(partial=True)
+    return Partial(
+        *ops_mods.attend(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), score_mod, mask)
+    )
 
 
 def explain(
@@ -235,7 +237,7 @@ def explain(
     if others:
         raise unknown(explain, others)
     options = _options(scale, softcap, deterministic, batch_invariant, kernel)
-    return _decide(_dense(q, k, v, causal, window, mask, sinks, options), score_mod, mask)
+    return ops_mods.choice(_dense(q, k, v, causal, window, mask, sinks, options), score_mod, mask)
 
 
 def explain_varlen(
@@ -261,11 +263,11 @@ def explain_varlen(
         v,
         causal,
         window,
-        _varlen_mask(mask),
+        mask,
         sinks,
         _options(scale, softcap, deterministic, batch_invariant, kernel),
     )
-    return _decide(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), score_mod, mask)
+    return ops_mods.choice(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), score_mod, mask)
 
 
 def supports(
@@ -289,7 +291,7 @@ def supports(
         q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
     )
     try:
-        _decide(call, score_mod, mask)
+        ops_mods.choice(call, score_mod, mask)
     except UnsupportedProblem:
         return False
     return True
@@ -337,25 +339,6 @@ def last_errors(device: torch.device | str | None = None) -> list[str]:
 
 
 # ---------------------------------------------------------------- from keywords to a Call
-
-
-def _run(call: Call, score_mod: object, mask: Mask | None, out: Tensor | None = None) -> tuple[Tensor, ...]:
-    if score_mod is None and not isinstance(mask, MaskMod):
-        return ops.run(call, out, not call.partial)
-    return ops_mods.run(ops_mods.bind(call, score_mod, mask), out)
-
-
-def _decide(call: Call, score_mod: object, mask: Mask | None) -> Choice:
-    if score_mod is None and not isinstance(mask, MaskMod):
-        return ops.decide(ops.prepare(call))
-    return ops.decide(ops_mods.bind(call, score_mod, mask))
-
-
-def _varlen_mask(mask: Mask | None) -> Mask | None:
-    """The built-in part of a mask over packed sequences, which `check` limits to causal and window."""
-    if mask is not None and not isinstance(mask, Mask):
-        raise no_mask(mask)
-    return mask
 
 
 Options = tuple[float | None, float, bool, bool, str]

@@ -68,7 +68,7 @@ _BINARY = {
 
 
 class Refusal(ValueError):
-    """Why a program has no text for GPU kernels."""
+    """A program and the arguments of a call do not belong together."""
 
 
 @lru_cache(maxsize=256)
@@ -112,14 +112,17 @@ def aux_of(program: Program, tensors: Sequence[Tensor], numbers: Sequence[float]
     return (*aux, diagonal) if program.reads("diagonal") else tuple(aux)
 
 
-def gradient_aux_of(program: Program, gradients: Sequence[Tensor]) -> tuple:
+def gradient_aux_of(program: Program, gradients: Sequence[Tensor | None]) -> tuple:
     """What follows in the `aux` of a gradient's program: pointer and strides of each captured tensor's gradient.
 
     gradients: one tensor for each captured tensor, by its number; those without a gradient are not read.
     """
     aux: list[Tensor | int] = []
     for scatter in program.scatters:
-        aux += [gradients[scatter.tensor], *gradients[scatter.tensor].stride()]
+        target = gradients[scatter.tensor]
+        if target is None:
+            raise Refusal(f"captured tensor {scatter.tensor} has a gradient and no memory for it")
+        aux += [target, *target.stride()]
     return tuple(aux)
 
 

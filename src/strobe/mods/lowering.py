@@ -53,7 +53,7 @@ class Lowering:
             [kind_of(t.dtype) for t in captures.numbers],
         )
         self.values: dict[torch.fx.Node, Any] = {}
-        self.outputs: Sequence[torch.fx.Node] = ()
+        self.outputs: Sequence[Any] = ()
         unnamed = iter(names)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
@@ -63,8 +63,8 @@ class Lowering:
             elif node.op == "call_function":
                 self.values[node] = self._call(node)
             elif node.op == "output":
-                results = node.args[0]
-                self.outputs = results if isinstance(results, (tuple, list)) else (results,)  # type: ignore[assignment]
+                results: Any = node.args[0]
+                self.outputs = results if isinstance(results, (tuple, list)) else (results,)
 
     def _captured(self, tensor: Tensor) -> Any:
         for n, one in enumerate(self.captures.tensors):
@@ -115,7 +115,7 @@ class Lowering:
 
     # ------------------------------------------------------------ operations
 
-    def _call(self, node: torch.fx.Node) -> Any:
+    def _call(self, node: Any) -> Any:
         name = _name(node)
         if name == "index":
             return self._index(node)
@@ -155,11 +155,11 @@ class Lowering:
         numbers = torch.arange(len(lanes.nodes)).view(lanes.sizes).expand(sizes).flatten().tolist()
         return Lanes(tuple(lanes.nodes[n] for n in numbers), sizes)
 
-    def _index(self, node: torch.fx.Node) -> Any:
-        source, indices = self.values[node.args[0]], node.args[1]  # type: ignore[index]
+    def _index(self, node: Any) -> Any:
+        source, indices = self.values[node.args[0]], node.args[1]
         if not isinstance(source, View):
             raise Refused("indexes a computed value; only captured tensors can be indexed", "index")
-        given = [None if index is None else self.scalar(index) for index in indices]  # type: ignore[union-attr]
+        given = [None if index is None else self.scalar(index) for index in indices]
         if any(index is not None and self.p.kind(index) in (FLOAT, BOOL) for index in given):
             raise Refused("indexes a tensor by a value that is not an integer", "index")
         rest = iter([*given, *[None] * (len(source.sizes) - len(given))])
@@ -167,8 +167,8 @@ class Lowering:
         sizes = [size for size, index in zip(source.sizes, [*given, *[None] * len(source.sizes)]) if index is None]
         return View(source.tensor, filled, tuple(sizes))
 
-    def _select(self, node: torch.fx.Node) -> Any:
-        source, dim, at = (self.values[node.args[0]], *node.args[1:])  # type: ignore[index,misc]
+    def _select(self, node: Any) -> Any:
+        source, dim, at = (self.values[node.args[0]], *node.args[1:])
         if isinstance(source, View) and isinstance(at, int):
             rest = [n for n, index in enumerate(source.indices) if index is None]
             chosen = rest[dim]
@@ -183,7 +183,7 @@ class Lowering:
             return Lanes(chosen_nodes, tuple(numbers.shape)) if numbers.dim() else chosen_nodes[0]
         raise Refused("selects by a value that is computed", "select")
 
-    def _reshape(self, node: torch.fx.Node) -> Any:
+    def _reshape(self, node: Any) -> Any:
         """view, unsqueeze, expand and the like: of a scalar the scalar, of lanes lanes of another shape."""
         value = self.lanes(node.args[0])
         sizes = tuple(node.meta["val"].shape)
@@ -191,18 +191,18 @@ class Lowering:
             count = node.meta["val"].numel()
             return value if not sizes else Lanes((value,) * count, sizes)
         numbers = torch.arange(len(value.nodes)).view(value.sizes)
-        moved = node.target(numbers, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+        moved = node.target(numbers, *node.args[1:], **node.kwargs)
         nodes = tuple(value.nodes[n] for n in moved.flatten().tolist())
         return Lanes(nodes, sizes) if sizes else nodes[0]
 
-    def _reduce(self, name: str, node: torch.fx.Node) -> Any:
+    def _reduce(self, name: str, node: Any) -> Any:
         value = self.lanes(node.args[0])
         kind = kind_of(node.meta["val"].dtype)
         if isinstance(value, int):
             return self.p.cast(value, kind)
         numbers = torch.arange(len(value.nodes)).view(value.sizes)
         dims = node.args[1] if len(node.args) > 1 and node.args[1] is not None else list(range(numbers.dim()))
-        dims = [dims] if isinstance(dims, int) else list(dims) or list(range(numbers.dim()))  # type: ignore[call-overload]
+        dims = [dims] if isinstance(dims, int) else list(dims) or list(range(numbers.dim()))
         dims = [dim % numbers.dim() for dim in dims]
         kept = [dim for dim in range(numbers.dim()) if dim not in dims]
         groups = numbers.permute(*kept, *dims).reshape(-1, numbers.numel() // max(1, _count(numbers, kept))).tolist()

@@ -210,7 +210,7 @@ class MaskMod(Mask):
         for blocks in (torch.stack(partial, 2), torch.stack(full, 2)):
             found.append(blocks.sum(-1, dtype=torch.int32))
             found.append(blocks.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices.to(torch.int32))
-        return BlockLists(*found, block_size)
+        return BlockLists(found[0], found[1], found[2], found[3], block_size)
 
     def _rows(
         self, lengths: tuple[int, int], sizes: tuple[int | None, int | None], device: torch.device | str,

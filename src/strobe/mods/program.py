@@ -167,7 +167,7 @@ class Builder:
         self.nodes: list[Node] = []
         self.tensors = list(tensors)
         self.numbers = list(numbers)
-        self._known: dict[Node, int] = {}
+        self._known: dict[Node | tuple[Node, str], int] = {}
 
     def node(self, kind: str, op: str, args: tuple[int, ...] = (), value: Value | str | None = None) -> int:
         one = Node(kind, op, args, value)

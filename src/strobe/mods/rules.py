@@ -72,7 +72,8 @@ def _divided(p: Builder, kind: str, a: list, given: Mapping[str, Any]) -> int:
 
 
 def _where(p: Builder, kind: str, a: list, _: Mapping[str, Any]) -> int:
-    return p.where(*(_as_node(p, one) for one in a[:3]), kind)
+    condition, x, y = (_as_node(p, one) for one in a[:3])
+    return p.where(condition, x, y, kind)
 
 
 def _masked_fill(p: Builder, kind: str, a: list, _: Mapping[str, Any]) -> int:

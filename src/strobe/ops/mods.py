@@ -19,7 +19,9 @@ from ..mods.score import as_score_mod
 from ..problem import torch_private
 from ..problem.call import FIELD_KINDS, Call, Mods, ModTexts, accumulator, check_captured
 from ..problem.mask import Mask
+from ..problem.problem import Problem
 from ..problem.torch_state import distinct, in_autocasts_dtype, tangents
+from ..selection.select import Choice
 from . import attention, fake
 from .attention import LIBRARY, decide, wants_gradients, write, write_gradients
 from .fake import forward_mode, schema
@@ -57,6 +59,20 @@ def bind(call: Call, score: object, mask: Mask | None) -> Call:
     return call
 
 
+def attend(call: Call, score: object, mask: Mask | None, out: Tensor | None = None) -> tuple[Tensor, ...]:
+    """out and lse of a call with or without a custom score and mask."""
+    if score is None and not isinstance(mask, MaskMod):
+        return attention.run(call, out, not call.partial)
+    return run(bind(call, score, mask), out)
+
+
+def choice(call: Call, score: object, mask: Mask | None) -> Choice[Problem]:
+    """The Choice of a call with or without a custom score and mask."""
+    if score is None and not isinstance(mask, MaskMod):
+        return decide(attention.prepare(call))
+    return decide(bind(call, score, mask))
+
+
 def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out and lse of a call that `bind` made."""
     if out is not None:
@@ -79,7 +95,7 @@ def _arguments(call: Call) -> tuple:
     return *mods.texts, *captured, *call[:-1]
 
 
-def _received(flat: Sequence[Any]) -> Call:
+def _received(flat: tuple) -> Call:
     """An op's arguments as a Call."""
     score, gradient, mask, *captured = flat[:_COUNT]
     mods = Mods(ModTexts(score, gradient, mask), *(tuple(one) for one in captured))
@@ -91,11 +107,11 @@ def _received(flat: Sequence[Any]) -> Call:
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
     call = _received(flat)
-    choice = decide(call)
+    found = decide(call)
     out, lse = [
-        call.q.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in choice.problem.outputs
+        call.q.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in found.problem.outputs
     ]
-    write(choice, call, out, lse)
+    write(found, call, out, lse)
     return out, lse
 
 
@@ -104,13 +120,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """dq, dk, dv, dsinks, and a gradient for each of score_tensors; empty for one that needs none."""
     call = _received(flat)
-    choice = decide(call)
+    found = decide(call)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     mods = call.mods or Mods(ModTexts())
     sums = _zeros(call, mods)
     call = call._replace(mods=mods._replace(gradients=tuple(sums)))
     given = attention.Backward(dout, out, lse, dlse, *[t.new_empty(t.shape) for t in (*call[:3], lse)])
-    write_gradients(choice, call, given)
+    write_gradients(found, call, given)
     dcaptured = [
         call.q.new_empty(0) if total is None else total.to(tensor.dtype)
         for total, tensor in zip(sums, mods.score_tensors)
