@@ -16,8 +16,10 @@ from strobe.mods.program import Program
 from strobe.mods.score import ScoreMod
 from strobe.testing import Case
 from strobe.testing.mods import MODS, Functions, dense
+from tests.kernels.hopper.hopper_cases import H200
 from tests.kernels.hopper.test_forward_hooks import simulated
 from tests.kernels.score_mod_oracle import Mods, judge_against
+from tools.proof.simulate import on
 
 
 def emitted(functions: Functions) -> Mods:
@@ -43,3 +45,18 @@ def test_named_case(name):
         out, lse = dense(call.q, call.k, call.v, functions)
         size, _ = dense(call.q, call.k, call.v.abs(), functions)
         judge_against(found, call, out, lse, size)
+
+
+@pytest.mark.parametrize("name", ("alibi", "by_head", "dense_bias"))
+def test_attention_runs_it_by_itself(name):
+    """Through the public function."""
+    functions = MODS[name].make(torch.float32)._replace(leaves=())
+    draw = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 64, heads, 64, generator=draw).to(torch.bfloat16) for heads in (4, 2, 2))
+    mask = None if functions.mask is None else strobe.mask_mod(functions.mask)
+    score = None if functions.score is None else strobe.score_mod(functions.score)
+    with torch.no_grad(), on(H200) as run:
+        out = strobe.attention(q, k, v, score_mod=score, mask=mask, kernel="hopper")
+    assert run.reports == [] and run.launches == ["forward_kernel"]
+    exact, size = (dense(q, k, values, functions)[0] for values in (v, v.abs()))
+    assert ((out.double() - exact).abs() <= 2**-6 * size + 1e-4).all()

@@ -26,6 +26,7 @@ from ..protocol import (
 )
 from ..runtime import batch_invariant
 from ..runtime.hook_constants import ListedBlocks
+from ..runtime.mod_function import against_texts, mod_aux, mod_functions
 from ..runtime.tma_requirements import (
     against_call,
     against_memory,
@@ -187,7 +188,7 @@ class HopperForward:
     name = "hopper.forward"
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
-        if reason := against_mods(problem):
+        if reason := against_texts(problem):
             return reason
         if problem.batch_invariant:
             return DECODE.why_not(batch_invariant.as_decode(problem), target) or batch_invariant.against(problem)
@@ -217,6 +218,8 @@ class HopperForward:
             counted,
             early(problem),
         )
+        if problem.mods is not None:
+            form = with_hooks(form, *mod_functions(problem.mods)[:2])
         return ForwardConfig(form)
 
     def cost(self, problem: Problem) -> Cost:
@@ -227,10 +230,14 @@ class HopperForward:
 
     def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:
         if plan.problem.batch_invariant:
-            from .launch_decode import run_invariant as run
+            from .launch_decode import run_invariant
+
+            run_invariant(plan, call, tensors)
         else:
-            from .launch_forward import run_forward as run
-        run(plan, call, tensors)
+            from .launch_forward import ForwardHooks, run_forward
+
+            hooks = None if call.mods is None else ForwardHooks(*mod_aux(plan.problem, call)[:2])
+            run_forward(plan, call, tensors, hooks)
 
 
 FORWARD = HopperForward()
