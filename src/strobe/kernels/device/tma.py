@@ -57,15 +57,6 @@ def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.conste
 
 
 @gluon.jit
-def tiles_for(slots: gl.constexpr, views, rest: gl.constexpr, flat: gl.constexpr = False):
-    """Shared memory for `slots` tiles of a tensor, one buffer a part."""
-    if rest:
-        return (_tiles(slots, views[0], flat), _tiles(slots, views[1], flat))
-    else:
-        return (_tiles(slots, views[0], flat),)
-
-
-@gluon.jit
 def _tiles(slots: gl.constexpr, view, flat: gl.constexpr):
     """Tiles as TMA sees them, or as rows and columns: of those warps of other roles are handed 8 bytes less of shared memory."""
     if flat:
@@ -83,23 +74,6 @@ def as_block(tile, desc):
     if len(tile.shape) != len(desc.block_shape):
         tile = tile.reshape(desc.block_shape)
     return tile
-
-
-@gluon.jit
-def stage_of(ring, stage):
-    """A stage of a ring whose tiles are in parts."""
-    if len(ring) == 2:
-        return (ring[0].index(stage), ring[1].index(stage))
-    else:
-        return (ring[0].index(stage),)
-
-
-@gluon.jit
-def copy_parts(views, place, head, row, ready, tile, form: gl.constexpr, pack_gqa: gl.constexpr = False):
-    """`copy_in` of a tile in parts, as many as the tensor has: tensors of two widths may take turns in a ring."""
-    copy_in(views[0], place, head, row, 0, ready, tile[0], form, pack_gqa)
-    if views[1] is not None:
-        copy_in(views[1], place, head, row, views[0].block_shape[-1], ready, tile[1], form, pack_gqa)
 
 
 @record
