@@ -8,7 +8,6 @@ free. Query head h reads key head h // (H_q // H_kv).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from numbers import Real
 from typing import NoReturn
 
 import torch
@@ -23,16 +22,15 @@ from .mods.score import ScoreMod
 from .ops import attention as ops
 from .ops import decode as ops_decode
 from .ops import mods as ops_mods
-from .problem.call import FARTHEST, Call
+from .problem.call import Call
 from .problem.decode import DecodeProblem
 from .problem.foreign_arguments import no_mask, unknown
-from .problem.mask import NO_BOUND, Mask, as_int, as_int32, device_here
-from .problem.mask import window as window_mask
+from .problem.keywords import Options, Window, as_length, band, options_of, output_tensor
+from .problem.mask import NO_BOUND, Mask, as_int32, device_here
 from .problem.merge import Partial
 from .problem.problem import Problem
 from .selection.select import Choice
 
-Window = tuple[int | None, int | None]
 Packing = tuple[Tensor, "Tensor | None", "int | None", "int | None"]
 
 
@@ -78,9 +76,9 @@ def attention(
     if others:
         raise unknown(attention, others)
     if context_parallel is not None:
-        options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+        options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
         call = _dense(q, k, v, False, None, None, sinks, options)
-        return attend(call, context_parallel, _band(causal, window), mask, out)
+        return attend(call, context_parallel, band(causal, window), mask, out)
     keywords: tuple | None = None
     if (
         window is None
@@ -105,11 +103,11 @@ def attention(
             if result is not None:
                 return result
     call = _dense(
-        q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
+        q, k, v, causal, window, mask, sinks, options_of(scale, softcap, deterministic, batch_invariant, kernel)
     )
     if score_mod is not None or isinstance(mask, MaskMod):
         return ops_mods.attend(call, score_mod, mask, out)[0]
-    result = ops.run(call, out if out is None else _out(out), True)[0]
+    result = ops.run(call, out if out is None else output_tensor(out), True)[0]
     if keywords is not None:
         ops.insert_keywords(call, keywords)
     return result
@@ -138,7 +136,7 @@ def partial_attention(
     """
     if others:
         raise unknown(partial_attention, others)
-    options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+    options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
     call = _dense(q, k, v, causal, window, mask, None, options)._replace(partial=True)
     return Partial(*ops_mods.attend(call, score_mod, mask))
 
@@ -175,9 +173,9 @@ def attention_varlen(
     if others:
         raise unknown(attention_varlen, others)
     if context_parallel is not None:
-        options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+        options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
         call = _dense(q, k, v, False, None, None, sinks, options)
-        return attend_packed(call, context_parallel, _band(causal, window), (cu_seqlens_q, cu_seqlens_k), out)
+        return attend_packed(call, context_parallel, band(causal, window), (cu_seqlens_q, cu_seqlens_k), out)
     call = _dense(
         q,
         k,
@@ -186,10 +184,10 @@ def attention_varlen(
         window,
         mask,
         sinks,
-        _options(scale, softcap, deterministic, batch_invariant, kernel),
+        options_of(scale, softcap, deterministic, batch_invariant, kernel),
     )
     call = _packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return ops_mods.attend(call, score_mod, mask, out if out is None else _out(out))[0]
+    return ops_mods.attend(call, score_mod, mask, out if out is None else output_tensor(out))[0]
 
 
 def partial_attention_varlen(
@@ -211,7 +209,7 @@ def partial_attention_varlen(
     """
     if others:
         raise unknown(partial_attention_varlen, others)
-    options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+    options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
     call = _dense(q, k, v, causal, window, mask, None, options)._replace(partial=True)
     return Partial(
         *ops_mods.attend(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), score_mod, mask)
@@ -236,7 +234,7 @@ def explain(
     """
     if others:
         raise unknown(explain, others)
-    options = _options(scale, softcap, deterministic, batch_invariant, kernel)
+    options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
     return ops_mods.choice(_dense(q, k, v, causal, window, mask, sinks, options), score_mod, mask)
 
 
@@ -265,7 +263,7 @@ def explain_varlen(
         window,
         mask,
         sinks,
-        _options(scale, softcap, deterministic, batch_invariant, kernel),
+        options_of(scale, softcap, deterministic, batch_invariant, kernel),
     )
     return ops_mods.choice(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), score_mod, mask)
 
@@ -288,7 +286,7 @@ def supports(
     if others:
         raise unknown(supports, others)
     call = _dense(
-        q, k, v, causal, window, mask, sinks, _options(scale, softcap, deterministic, batch_invariant, kernel)
+        q, k, v, causal, window, mask, sinks, options_of(scale, softcap, deterministic, batch_invariant, kernel)
     )
     try:
         ops_mods.choice(call, score_mod, mask)
@@ -341,9 +339,6 @@ def last_errors(device: torch.device | str | None = None) -> list[str]:
 # ---------------------------------------------------------------- from keywords to a Call
 
 
-Options = tuple[float | None, float, bool, bool, str]
-
-
 def _dense(
     q: Tensor,
     k: Tensor,
@@ -364,7 +359,7 @@ def _dense(
             (name, got) for name, got in (("q", q), ("k", k), ("v", v), ("sinks", sinks)) if not isinstance(got, Tensor)
         )
         raise wrong_type(name, got, "a tensor", "pass a torch.Tensor")
-    left, right = _band(causal, window)
+    left, right = band(causal, window)
     call = Call(q, k, v, left, right, *options, False, False, sinks)  # positional arguments save 0.15 of 0.55 us
     if mask is None:
         return call
@@ -385,21 +380,8 @@ def call_of(
 
     options: (scale, softcap, deterministic). packing: (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k).
     """
-    call = _dense(q, k, v, causal, window, None, sinks, _options(*options, False, None))
+    call = _dense(q, k, v, causal, window, None, sinks, options_of(*options, False, None))
     return call if packing is None else _packed(call, *packing)
-
-
-def _band(causal: bool, window: Window | None) -> tuple[int, int]:
-    """The bounds (left, right) of keys around a row's diagonal. NO_BOUND is no bound."""
-    if not isinstance(causal, bool):
-        raise wrong_type("causal", causal, "a bool", "pass True or False")
-    if window is None:
-        return NO_BOUND, 0 if causal else NO_BOUND
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise wrong_type("window", window, "a pair (left, right) or None", "use None inside the pair for no bound")
-    band = window_mask(*window)
-    left, right = (NO_BOUND if bound is None else min(bound, FARTHEST) for bound in (band.left, band.right))
-    return left, 0 if causal else right
 
 
 def _packed(
@@ -411,58 +393,15 @@ def _packed(
             raise wrong_type(
                 name, offsets, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total"
             )
-    longest = [_length(name, bound) for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))]
+    longest = [
+        as_length(name, bound) for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    ]
     same = cu_seqlens_k is cu_seqlens_q
     cu_seqlens_q = as_int32(cu_seqlens_q)
     cu_seqlens_k = cu_seqlens_q if same else as_int32(cu_seqlens_k)
     return call._replace(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1]
     )
-
-
-def _length(name: str, bound: int | None) -> int:
-    if bound is None:
-        return NO_BOUND
-    length = as_int(bound)
-    if length is None:
-        raise wrong_type(name, bound, "an int or None", "give a Python int, so that nothing waits for the device")
-    if length < 0:
-        raise InvalidProblem(name, bound, "a number >= 0 or None", "leave it out where there is no bound")
-    return min(length, FARTHEST)
-
-
-def _options(
-    scale: float | None, softcap: float | None, deterministic: bool | None, batch_invariant: bool, kernel: str | None
-) -> Options:
-    if softcap is not None and not _number("softcap", softcap) > 0:
-        raise InvalidProblem("softcap", softcap, "a number > 0 or None", "leave it out for none")
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    elif not isinstance(deterministic, bool):
-        raise wrong_type("deterministic", deterministic, "a bool or None", "pass True or False")
-    if not isinstance(batch_invariant, bool):
-        raise wrong_type("batch_invariant", batch_invariant, "a bool", "pass True or False")
-    if kernel is not None and not isinstance(kernel, str):
-        raise wrong_type(
-            "kernel", kernel, "a str or None", 'name a family ("portable") or a kernel ("portable.forward")'
-        )
-    scale = None if scale is None else _number("scale", scale)
-    return scale, 0.0 if softcap is None else _number("softcap", softcap), deterministic, batch_invariant, kernel or ""
-
-
-def _number(name: str, number: float) -> float:
-    if isinstance(number, bool) or not isinstance(number, (float, int, Real, torch.SymFloat, torch.SymInt)):
-        raise wrong_type(name, number, "a number or None", "give a Python float")
-    try:
-        return float(number)
-    except OverflowError:
-        raise InvalidProblem(name, "an int beyond every float", "a finite number", "give a Python float") from None
-
-
-def _out(out: Tensor) -> Tensor:
-    if not isinstance(out, Tensor):
-        raise wrong_type("out", out, "a tensor or None", "allocate it like q")
-    return out
 
 
 __all__ = [

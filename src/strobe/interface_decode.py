@@ -7,12 +7,12 @@ from typing import NoReturn
 from torch import Tensor
 
 from .errors import wrong_type
-from .interface import Window, _band, _options, _out
 from .ops import decode as ops_decode
 from .problem.append import AppendCall
 from .problem.cache import DenseCache, Held, PagedCache, Rotary
 from .problem.decode import DecodeCall
 from .problem.foreign_arguments import unknown
+from .problem.keywords import Window, band, options_of, output_tensor
 from .problem.merge import Partial
 from .selection.select import Choice
 
@@ -52,7 +52,7 @@ def attention_decode(
     if others:
         raise unknown(attention_decode, others)
     call = _call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel))
-    return ops_decode.run(call, out if out is None else _out(out), True)[0]
+    return ops_decode.run(call, out if out is None else output_tensor(out), True)[0]
 
 
 def partial_attention_decode(
@@ -141,8 +141,8 @@ def _settings(
     batch_invariant: bool,
     kernel: str | None,
 ) -> Settings:
-    left, right = _band(causal, window)
-    scale, cap, _, batch_invariant, name = _options(scale, softcap, False, batch_invariant, kernel)
+    left, right = band(causal, window)
+    scale, cap, _, batch_invariant, name = options_of(scale, softcap, False, batch_invariant, kernel)
     return sinks, left, right, scale, cap, batch_invariant, name
 
 

@@ -134,7 +134,7 @@ CPU = (
     ),
     Mutant(
         "no bound taken for 0",
-        "interface:_band",
+        "problem.keywords:band",
         "NO_BOUND if bound is None",
         "0 if bound is None",
         runs(test_contract.test_every_spelling_of_unbounded, **HERE),
@@ -176,8 +176,8 @@ CPU = (
     Mutant(
         "scale 1 % off",
         f"{TILES}:Scores.of",
-        "problem.scale * LOG2_E",
-        "1.01 * problem.scale * LOG2_E",
+        "problem.scale * unit",
+        "1.01 * problem.scale * unit",
         judged("decode_260", families=FAMILIES, head_dim_v=40),
     ),
     Mutant(
@@ -187,7 +187,13 @@ CPU = (
         "hide(s, tile, -scores.cap or -torch.inf)",
         judged("softcap"),
     ),
-    Mutant("softcap's slope forgotten", f"{BACKWARD}:_block", "if scores.cap:", "if False:", judged("softcap")),
+    Mutant(
+        "softcap's slope forgotten",
+        f"{BACKWARD}:_block",
+        "if scores.cap and modified is None:",
+        "if False:",
+        judged("softcap"),
+    ),
     Mutant(
         "maximum before a negative scale",
         f"{FORWARD}:_block",
@@ -330,7 +336,7 @@ CPU = (
     ),
     Mutant(
         "gradient of the sinks with the wrong sign",
-        "ops.attention:_sinks_gradient",
+        "ops.attention:sinks_gradient",
         "-(weight * delta)",
         "(weight * delta)",
         judged("sinks"),

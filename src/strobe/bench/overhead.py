@@ -19,6 +19,7 @@ from ..compat import sdpa
 from ..kernels.protocol import Kernel
 from ..kernels.runtime.launch_cache import CACHE, OP
 from ..ops import attention as ops
+from ..problem import keywords
 from ..problem.call import Call
 from ..problem.problem import Problem
 from ..problem.target import Target
@@ -49,7 +50,7 @@ def measure() -> dict[str, float]:
     call = Call(q, k, v)
     parts = {
         "keywords": lambda: interface._dense(
-            q, k, v, False, None, None, None, interface._options(None, None, None, False, None)
+            q, k, v, False, None, None, None, keywords.options_of(None, None, None, False, None)
         ),
         "decide": lambda: ops.decide(call),
         "op": lambda: ops.FORWARD(q, k, v),

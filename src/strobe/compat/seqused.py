@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
-from ..interface import Window
 from ..problem.call import FARTHEST
+from ..problem.keywords import Window
 from ..problem.torch_private import is_functorch_wrapped_tensor, may_trace
 from .signatures import Setting, backward, forward
 

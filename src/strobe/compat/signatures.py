@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem, describe, wrong_type
-from ..interface import Packing, Window, call_of
+from ..interface import Packing, call_of
 from ..ops import attention as ops
 from ..problem.call import Call, accumulator
+from ..problem.keywords import Window
 from ..problem.merge import Partial, merge
 
 
