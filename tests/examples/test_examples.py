@@ -16,11 +16,11 @@ FILES = sorted((ROOT / "examples").glob("*.py"))
 NUMBER = r"([-+.\de]+)"
 
 
-def _run(name: str, *arguments: str) -> str:
+def _run(name: str, *arguments: str, before: tuple[str, ...] = ()) -> str:
     """Run an example in a process of its own, without GPUs and with one thread, and return what it prints."""
     paths = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     places = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments]
+    command = [sys.executable, *before, str(ROOT / "examples" / f"{name}.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | places)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -32,13 +32,14 @@ def _numbers(pattern: str, text: str) -> list[float]:
 
 def test_examples_are_short_and_say_how_they_are_run():
     assert {path.stem for path in FILES} == {
-        "benchmark_shapes", "finetune_transformers", "generate", "gpt", "packed_training", "quickstart",
-        "sliding_window", "train_gpt",
+        "benchmark_shapes", "context_parallel", "finetune_transformers", "generate", "gpt", "packed_training",
+        "quickstart", "sliding_window", "train_gpt",
     }  # fmt: skip
     for path in FILES:
         text = path.read_text()
         assert len(text.splitlines()) <= 60, path.name
-        assert f"python examples/{path.name}" in text or path.stem == "gpt", f"{path.name}: how is it run?"
+        command = "torchrun --nproc-per-node 2" if path.stem == "context_parallel" else "python"
+        assert f"{command} examples/{path.name}" in text or path.stem == "gpt", f"{path.name}: how is it run?"
 
 
 def test_quickstart_agrees_with_pytorch():
@@ -52,6 +53,13 @@ def test_quickstart_agrees_with_pytorch():
 def test_train_gpt_learns_the_book():
     first, *_, last = _numbers("loss N nats", _run("train_gpt"))
     assert first > 5.4 and last < 2.8  # 5.5 is a guess among 256 bytes
+
+
+def test_context_parallel_learns_on_two_processes():
+    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    printed = _run("context_parallel", before=command)
+    first, *_, last = _numbers("loss N", printed)
+    assert "2 ranks" in printed and last < 0.85 * first
 
 
 def test_generate_reaches_the_logits_of_the_dense_path():

@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         raise InvalidProblem("--graph, --flush", "a CPU", "a GPU", "leave them out")
     if arguments.suite == "overhead":
         return _overhead(arguments)
+    if arguments.suite == "distributed":
+        return _distributed(arguments, device)
     if arguments.suite == "decode":
         return _decode(arguments, Options(device, arguments.kernel, rounds))
     picture = _picture(arguments)
@@ -204,3 +206,28 @@ def _overhead(arguments: argparse.Namespace) -> int:
             ["part", "us", ""], lines, "host time of a call on tensors of one element, with a kernel that does nothing"
         )
     return 0
+
+
+def _distributed(arguments: argparse.Namespace, device: torch.device) -> int:
+    from . import distributed
+
+    a = arguments
+    if a.rivals or a.plot or a.kernel or a.graph or a.flush or a.rounds or a.data != NORMAL:
+        flags = "--data, --flush, --graph, --kernel, --plot, --rivals, --rounds"
+        raise InvalidProblem(flags, "distributed", "none of them", "it runs its own processes and contenders")
+    on_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
+    cases = distributed.suite(a.case, not on_gpus)
+    if a.list:
+        print(json.dumps([c.name for c in cases])) if a.json else table.show(["case"], [[c.name] for c in cases])
+        return 0
+    rows = distributed.measure(cases, torch.device("cuda" if on_gpus else "cpu"))
+    if a.json:
+        with ExitStack() as stack:
+            file = opened(a.json, stack)
+            for row in rows:
+                print(json.dumps(row | circumstances(device)), file=file)
+    if a.json != "-":
+        names = ("case", "contender", "forward", "backward", "forward_share", "backward_share", "why")
+        lines = [[row.get(name) if name != "why" else row.get(name) or "" for name in names] for row in rows]
+        table.show(["case", "", "fwd TFLOP/s", "bwd", "share fwd", "bwd", ""], lines, "TFLOP/s per GPU")
+    return 0 if all(row["forward"] for row in rows if row["contender"] == "keys") else 1

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     _common(explain, _explain, device=False)
 
     bench = commands.add_parser("bench", help="measure strobe and rival libraries")
-    bench.add_argument("suite", choices=("forward", "backward", "decode", "overhead", "cpu", "roofline"))
+    bench.add_argument("suite", choices=("forward", "backward", "decode", "distributed", "overhead", "cpu", "roofline"))
     bench.add_argument(
         "--case", action="append", default=[], metavar="NAME", help="a case or a pattern such as 'd128_*'; repeatable"
     )

@@ -42,7 +42,7 @@ class ContextParallel:
         Args:
             mask: the mask of the whole sequence; None is full. Its tensors are read once, which waits for their device.
             seqlen: positions of the whole sequence. Any number: ranks may hold different numbers of rows, or none.
-            heads_q, heads_kv: heads of the whole model. heads_kv defaults to heads_q.
+            heads_q, heads_kv: heads of the model; under tensor parallel, of a process. heads_kv defaults to heads_q.
             head_dim, batch, dtype: for the choice of a scheme and for `explain` only.
 
         Returns a Plan, cached for equal arguments. Raises InvalidProblem for arguments that contradict each other and

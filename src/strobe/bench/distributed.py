@@ -1,0 +1,176 @@
+"""The distributed suite: one sequence over all GPUs of this machine, beside the whole sequence on one GPU.
+
+A rank is a process. A time is the slowest rank's: the median of a few steps between barriers. FLOPs count the pairs of
+a row and a key that the mask admits. On a machine without two GPUs two CPU processes run small cases over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import interface
+from ..distributed import context_parallel
+from ..distributed.visible import Visible
+from ..errors import InvalidProblem
+from ..problem.mask import Mask, documents
+from .attempt import Attempt
+
+STEPS, WARM = 5, 2
+CONTENDERS = {
+    "keys": {"scheme": "keys"},
+    "heads": {"scheme": "heads"},
+    "keys, own first": {"scheme": "keys", "overlap": True},
+}
+
+
+class Case(NamedTuple):
+    """`rows` positions a rank."""
+
+    name: str
+    rows: int
+    window: int | None = None
+    document: int | None = None  # the length of each document
+    heads_q: int = 64
+    heads_kv: int = 8
+    head_dim: int = 128
+
+    def mask(self, seqlen: int, device: str) -> Mask:
+        causal = Mask(self.window, 0)
+        if self.document is None:
+            return causal
+        ids = torch.arange(seqlen, dtype=torch.int32, device=device)[None] // self.document
+        return causal & documents(ids)
+
+
+CASES = (
+    Case("causal_16k", 16384),
+    Case("causal_8k", 8192),
+    Case("documents_2k", 16384, document=2048),
+    Case("window_1024", 16384, window=1024),
+)
+SMALL = (Case("causal_64", 64, None, None, 4, 2, 16), Case("window_8", 64, 8, None, 4, 2, 16))
+
+
+def suite(patterns: list[str], on_cpu: bool) -> list[Case]:
+    """The cases that a pattern names; all without patterns. Raises InvalidProblem for a pattern that names none."""
+    cases = SMALL if on_cpu else CASES
+    for pattern in patterns:
+        if not any(fnmatchcase(case.name, pattern) for case in cases):
+            raise InvalidProblem("--case", pattern, f"one of {', '.join(c.name for c in cases)}", "see --list")
+    return [case for case in cases if not patterns or any(fnmatchcase(case.name, one) for one in patterns)]
+
+
+def measure(cases: list[Case], device: torch.device) -> list[dict]:
+    """A row per case and contender: TFLOP/s per GPU forward and backward, and their share of one GPU's."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 2
+    with tempfile.TemporaryDirectory() as folder:
+        names = [case.name for case in cases]
+        multiprocessing.spawn(_process, args=(count, device.type, names, folder), nprocs=count)
+        return [json.loads(line) for line in (Path(folder) / "rows").read_text().splitlines()]
+
+
+def _process(rank: int, count: int, kind: str, names: list[str], folder: str) -> None:
+    device = f"{kind}:{rank}" if kind == "cuda" else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    place = f"file://{folder}/store"
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", init_method=place, rank=rank, world_size=count)
+    for case in suite(names, kind == "cpu"):
+        for row in _rows(case, count, device):
+            if rank == 0:
+                with (Path(folder) / "rows").open("a") as file:
+                    print(json.dumps(row), file=file)
+    dist.barrier()
+    os._exit(0)  # the process group's threads may outlive Python's own end
+
+
+def _rows(case: Case, count: int, device: str):
+    seqlen, dtype = case.rows * count, torch.bfloat16 if device != "cpu" else torch.float32
+    mask = case.mask(seqlen, device)
+    visible = Visible.of(mask, seqlen)
+    pairs = int((visible.stop - visible.first).clamp(min=0).sum())
+    flops = 4 * pairs * case.heads_q * case.head_dim
+    generator = torch.Generator(device).manual_seed(1)
+    shapes = [(1, seqlen, heads, case.head_dim) for heads in (case.heads_q, case.heads_kv, case.heads_kv, case.heads_q)]
+    whole = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes]
+    single: tuple[float, float] = _times(lambda q, k, v: interface.attention(q, k, v, mask=mask), whole, device)
+    one = tuple(flops * factor / seconds / 1e12 for factor, seconds in zip((1, 2.5), single))
+    yield {"case": case.name, "contender": "one GPU", "forward": one[0], "backward": one[1], "why": None}
+    for name, settings in CONTENDERS.items():
+        with Attempt() as attempt:
+            plan = context_parallel(**settings).plan(mask, seqlen=seqlen, heads_q=case.heads_q, heads_kv=case.heads_kv)
+            local = [plan.shard(t) for t in whole]
+            call = lambda q, k, v, plan=plan: interface.attention(q, k, v, context_parallel=plan)
+            times = _times(call, local, device)
+        yield _row(case, name, None if attempt.reason else times, (flops / count, one), attempt.reason)
+    if case.window is None and case.document is None and device != "cpu":
+        times, why = _torch_times(whole, count, device)
+        yield _row(case, "torch", times, (flops / count, one), why)
+
+
+def _row(case: Case, name: str, times: Any, flops: Any, why: str | None = None) -> dict:
+    if times is None:
+        return {"case": case.name, "contender": name, "forward": None, "backward": None, "why": why}
+    work, one = flops
+    rates = [work * factor / seconds / 1e12 for factor, seconds in zip((1, 2.5), times)]
+    shares = {"forward_share": rates[0] / one[0], "backward_share": rates[1] / one[1]}
+    return {"case": case.name, "contender": name, "forward": rates[0], "backward": rates[1], **shares, "why": None}
+
+
+def _torch_times(whole: list[Tensor], count: int, device: str) -> tuple[Any, Any]:
+    """Seconds of torch's own context_parallel with its causal attention. It takes one number of heads, so keys are
+    repeated."""
+    with Attempt() as attempt:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        mesh = init_device_mesh("cuda", (count,))
+        groups = whole[0].shape[2] // whole[1].shape[2]
+        q, k, v, dout = (t.transpose(1, 2) for t in whole)
+        buffers = [q.clone(), *(t.repeat_interleave(groups, 1) for t in (k, v)), dout.clone()]
+        call = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        parallel = torch_context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), parallel:
+            times = _times(call, buffers, device)
+    return (None, attempt.reason) if attempt.reason else (times, None)
+
+
+def _times(call: Callable[..., Tensor], tensors: list[Tensor], device: str) -> tuple[float, float]:
+    """Seconds of the forward and of the backward on the slowest rank."""
+    q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
+    dout, found = tensors[3], []
+    for _ in range(WARM + STEPS):
+        marks = [_now(device)]
+        out = call(q, k, v)
+        marks.append(_now(device))
+        torch.autograd.grad(out, (q, k, v), dout)
+        marks.append(_now(device))
+        found.append((marks[1] - marks[0], marks[2] - marks[1]))
+    medians = torch.tensor([median(times) for times in zip(*found[WARM:])], device=device)
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    return float(medians[0]), float(medians[1])
+
+
+def _now(device: str) -> float:
+    """The time once all ranks have finished."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    dist.barrier()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,30 @@
+"""`strobe bench distributed` on a CPU: two gloo processes and small cases."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from strobe.cli.main import main
+
+
+def test_the_distributed_suite_lists_its_cases(capsys):
+    assert main(["bench", "distributed", "--list", "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out) == ["causal_64", "window_8"]
+
+
+@pytest.mark.parametrize(
+    "flags, named", [(["--case", "none"], "causal_64, window_8"), (["--kernel", "cpu"], "none of them")]
+)
+def test_the_distributed_suite_refuses_what_it_does_not_know(flags, named, capsys):
+    assert main(["bench", "distributed", "--device", "cpu", *flags]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_the_distributed_suite_measures_each_scheme(capsys):
+    assert main(["bench", "distributed", "--device", "cpu", "--case", "window_8", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["contender"] for row in rows] == ["one GPU", "keys", "heads", "keys, own first"]
+    assert all(row["forward"] > 0 and row["backward"] > 0 and row["why"] is None for row in rows)

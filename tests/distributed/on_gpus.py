@@ -1,0 +1,94 @@
+"""Check context parallelism over NCCL on all GPUs of this machine: results beside one GPU's, bits, and no wait of the
+host in a step.
+
+    python -m tests.distributed.on_gpus
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+import strobe
+from strobe.distributed import context_parallel
+
+BATCH, SEQLEN, HEADS, HEADS_KV, HEAD_DIM = 2, 1031, 16, 4, 64
+WAYS = {
+    "keys": {"scheme": "keys"},
+    "keys, own first": {"scheme": "keys", "balance": "contiguous", "overlap": True},
+    "heads": {"scheme": "heads"},
+}
+
+
+def _masks() -> dict[str, strobe.Mask]:
+    ids = (torch.arange(SEQLEN, device="cuda", dtype=torch.int32) // 300).expand(BATCH, -1)
+    return {
+        "causal": strobe.causal(),
+        "window": strobe.window(100, 0),
+        "causal documents": strobe.causal() & strobe.documents(ids),
+    }
+
+
+def _step(tensors, sinks, **options):
+    leaves = [t.detach().requires_grad_() for t in (*tensors[:3], sinks)]
+    out = strobe.attention(*leaves[:3], sinks=leaves[3], deterministic=True, **options)
+    return (out.detach(), *torch.autograd.grad(out, leaves, tensors[3]))
+
+
+def _check(rank: int, world: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(BATCH, SEQLEN, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
+    whole = [torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes]
+    sinks = torch.randn(HEADS, generator=generator, device="cuda")
+    failed = []
+    for name, mask in _masks().items():
+        hidden = ~mask.dense(SEQLEN, SEQLEN, "cuda")[:, None]
+        expected = _eager([t.double() for t in whole], sinks.double(), hidden)
+        eager = _eager(whole, sinks.bfloat16(), hidden)
+        for way, settings in WAYS.items():
+            plan = context_parallel(**settings).plan(mask, seqlen=SEQLEN, heads_q=HEADS, heads_kv=HEADS_KV)
+            local = [plan.shard(t) for t in whole]
+            _step(local, sinks, context_parallel=plan)
+            torch.cuda.set_sync_debug_mode("error")
+            results = _step(local, sinks, context_parallel=plan)
+            torch.cuda.set_sync_debug_mode("default")
+            again = _step(local, sinks, context_parallel=plan)
+            same = all(map(torch.equal, results, again))
+            *parts, dsinks = results
+            dist.all_reduce(dsinks)
+            found = [*map(plan.unshard, parts), dsinks]
+            ratios = []
+            for ours, oracle, other in zip(found, expected, eager):
+                allowed = 2 * (other.double() - oracle).abs().max() + 2**-8 * oracle.abs().max()
+                ratios.append(round(float((ours.double() - oracle).abs().max() / allowed), 3))
+            if rank == 0:
+                print(f"{name:18} {way:16} error / allowed of out, dq, dk, dv, dsinks {ratios}, same bits {same}")
+            if not same or not max(ratios) <= 1:
+                failed.append((name, way))
+    dist.barrier()
+    if rank == 0:
+        print("failed" if failed else "all hold", failed, strobe.last_errors(), flush=True)
+    os._exit(1 if failed else 0)
+
+
+def _eager(tensors, sinks, hidden):
+    q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
+    sinks = sinks.detach().requires_grad_()
+    keys, values = (t.repeat_interleave(HEADS // HEADS_KV, 2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * HEAD_DIM**-0.5
+    scores = scores.masked_fill(hidden, -torch.inf)
+    logits = torch.cat([scores, sinks[None, :, None, None].expand(BATCH, -1, SEQLEN, 1)], -1)
+    out = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1)[..., :-1], values)
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), tensors[3].to(out.dtype)))
+
+
+if __name__ == "__main__":
+    count = torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_check, args=(count, folder), nprocs=count)
