@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .distributed.arguments import attend, attend_packed
+from .distributed.arguments import attend, attend_packed, refuse_score_mod
 from .distributed.plan import Plan
 from .errors import InvalidProblem, UnsupportedProblem, wrong_type
 from .kernels.runtime import error_flags
@@ -76,6 +76,7 @@ def attention(
     if others:
         raise unknown(attention, others)
     if context_parallel is not None:
+        refuse_score_mod(score_mod)
         options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
         call = _dense(q, k, v, False, None, None, sinks, options)
         return attend(call, context_parallel, band(causal, window), mask, out)
@@ -173,9 +174,10 @@ def attention_varlen(
     if others:
         raise unknown(attention_varlen, others)
     if context_parallel is not None:
+        refuse_score_mod(score_mod)
         options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
         call = _dense(q, k, v, False, None, None, sinks, options)
-        return attend_packed(call, context_parallel, band(causal, window), (cu_seqlens_q, cu_seqlens_k), out)
+        return attend_packed(call, context_parallel, band(causal, window), mask, (cu_seqlens_q, cu_seqlens_k), out)
     call = _dense(
         q,
         k,

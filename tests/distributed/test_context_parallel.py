@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+import strobe
+from strobe.distributed import context_parallel
 from tests.distributed import divided
 from tests.distributed.sessions import EACH, abandoned, losses, session
 from tests.processes import together
@@ -100,3 +102,17 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path):
     told, seconds = torch.load(tmp_path / "told.pt")
     assert told != "nothing" and seconds < 40
     assert [process.exitcode for process in processes] == [0, 9]
+
+
+def test_functions_of_scores_and_masks_are_refused():
+    """A part of the rows has other indices than the functions expect."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plan = context_parallel().plan(seqlen=4, heads_q=2)
+        q = torch.randn(1, 4, 2, 8)
+        with pytest.raises(strobe.UnsupportedProblem, match="score_mod with context_parallel"):
+            strobe.attention(q, q, q, score_mod=lambda score, *_: score, context_parallel=plan)
+        with pytest.raises(strobe.UnsupportedProblem, match="mask_mod with context_parallel"):
+            strobe.attention(q, q, q, mask=~strobe.causal(), context_parallel=plan)
+    finally:
+        dist.destroy_process_group()

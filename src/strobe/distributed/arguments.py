@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem, wrong_type
+from ..mods.mask import MaskMod
 from ..problem.call import Call
 from ..problem.foreign_arguments import no_mask
 from ..problem.mask import NO_BOUND, Mask
@@ -21,6 +22,8 @@ def attend(call: Call, plan: object, band: tuple[int, int], mask: Mask | None, o
     anything, the plan's mask applies. out: must be None.
     """
     plan = _checked(plan, out)
+    if isinstance(mask, MaskMod):
+        raise UnsupportedProblem("mask_mod with context_parallel: compose causal, window, prefix_causal and documents")
     if mask is not None and not isinstance(mask, Mask):
         raise no_mask(mask)
     whole = Mask(*(None if bound == NO_BOUND else bound for bound in band))
@@ -32,7 +35,12 @@ def attend(call: Call, plan: object, band: tuple[int, int], mask: Mask | None, o
 
 
 def attend_packed(
-    call: Call, plan: object, band: tuple[int, int], offsets: tuple[Tensor, Tensor | None], out: Tensor | None
+    call: Call,
+    plan: object,
+    band: tuple[int, int],
+    mask: Mask | None,
+    offsets: tuple[Tensor, Tensor | None],
+    out: Tensor | None,
 ) -> Tensor:
     """`attention_varlen` of local q, k and v [local rows, H, D] by a plan. offsets: of the whole packed tensor."""
     plan = _checked(plan, out)
@@ -40,8 +48,18 @@ def attend_packed(
         raise InvalidProblem(
             "cu_seqlens_k", "other offsets than cu_seqlens_q", "the same", "leave it out with context_parallel"
         )
+    if mask is not None and (not isinstance(mask, Mask) or any(mask.structure[2:])):
+        raise UnsupportedProblem("mask of packed sequences with context_parallel: causal and window only")
     call = call._replace(q=call.q[None], k=call.k[None], v=call.v[None])
-    return attend(call, plan, band, mask_of_offsets(plan, offsets[0]), None)[0]
+    documents = mask_of_offsets(plan, offsets[0])
+    return attend(call, plan, band, documents if mask is None else documents & mask, None)[0]
+
+
+def refuse_score_mod(score_mod: object) -> None:
+    if score_mod is not None:
+        raise UnsupportedProblem(
+            "score_mod with context_parallel: a part of the rows has other indices; use softcap, masks or sinks"
+        )
 
 
 def _checked(plan: object, out: Tensor | None) -> Plan:
