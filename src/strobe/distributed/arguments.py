@@ -52,6 +52,8 @@ def attend_packed(
         raise UnsupportedProblem("mask of packed sequences with context_parallel: causal and window only")
     call = call._replace(q=call.q[None], k=call.k[None], v=call.v[None])
     documents = mask_of_offsets(plan, offsets[0])
+    if mask is None and band == (NO_BOUND, NO_BOUND) and documents.documents is plan.mask.documents:
+        return attend(call, plan, band, None, None)[0]  # the plan's mask, as in `attention`
     return attend(call, plan, band, documents if mask is None else documents & mask, None)[0]
 
 
