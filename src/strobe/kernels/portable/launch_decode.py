@@ -108,7 +108,7 @@ def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:
         PerKeyHead(call.k_scale, call.v_scale),
         RotaryTables(call.cos, call.sin),
         word,
-        AppendStrides(*(_strides(x) for x in (call.k_new, call.v_new, k, v)), rotary),
+        AppendStrides(_strides(call.k_new), _strides(call.v_new), _strides(k), _strides(v), rotary),
         AppendShape(layout.seqlen_q, problem.heads_kv, problem.capacity, problem.page_size, *_pages(layout)),
         traits,
     )

@@ -71,9 +71,9 @@ class InvariantShape(NamedTuple):
 
 def sizes_of(problem: Problem, block_m: int) -> InvariantShape:
     layout: Any = problem.layout
-    tokens = layout.tokens if problem.packed else layout[1:]
+    seqlen_q, seqlen_k = layout.tokens if problem.packed else layout[1:]
     num_m_blocks = query_tiles(problem, block_m, problem.group)
-    return InvariantShape(layout.batch, problem.heads_kv, *tokens, num_m_blocks, INVARIANT_SPLIT)
+    return InvariantShape(layout.batch, problem.heads_kv, seqlen_q, seqlen_k, num_m_blocks, INVARIANT_SPLIT)
 
 
 def programs(problem: Problem, block_m: int) -> int:
