@@ -31,7 +31,7 @@ def _rows() -> dict[str, list[str]]:
         device: cells
         for names, *cells in lines
         if len(cells) == 5 and names not in ("device", "---")
-        for device in names.split(", ")
+        for device in names.split(" (")[0].split(", ")  # names of cards follow in parentheses
     }
 
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from .. import interface
 from ..distributed import context_parallel
@@ -79,7 +79,7 @@ def measure(cases: list[Case], device: torch.device) -> list[dict]:
     count = torch.cuda.device_count() if device.type == "cuda" else 2
     with tempfile.TemporaryDirectory() as folder:
         names = [case.name for case in cases]
-        multiprocessing.spawn(_process, args=(count, device.type, names, folder), nprocs=count)
+        spawn(_process, args=(count, device.type, names, folder), nprocs=count)
         return [json.loads(line) for line in (Path(folder) / "rows").read_text().splitlines()]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -26,11 +29,14 @@ def attend(call: Call, plan: object, band: tuple[int, int], mask: Mask | None, o
         raise UnsupportedProblem("mask_mod with context_parallel: compose causal, window, prefix_causal and documents")
     if mask is not None and not isinstance(mask, Mask):
         raise no_mask(mask)
-    whole = Mask(*(None if bound == NO_BOUND else bound for bound in band))
+    left, right = (None if bound == NO_BOUND else bound for bound in band)
+    whole = Mask(left, right)
     asked = mask is not None or any(whole.structure)
     attend_here = attend_plan
     if torch.compiler.is_compiling():  # a graph break; the decorator would import torch's compiler, which loads Triton
-        from .uncompiled import attend_uncompiled as attend_here
+        from .uncompiled import attend_uncompiled
+
+        attend_here = cast("Callable[[Call, Plan, Mask | None], Tensor]", attend_uncompiled)
     return attend_here(call, plan, (whole if mask is None else whole & mask) if asked else None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ def groups_of(processes: Any) -> list[ProcessGroup]:
             "call torch.distributed.init_process_group first, as torchrun scripts do",
         )
     if processes is None:
-        return [dist.group.WORLD]
+        return [cast("ProcessGroup", dist.group.WORLD)]
     if hasattr(processes, "get_all_groups"):  # a DeviceMesh; importing its class takes 300 ms
         return list(processes.get_all_groups())
     if not isinstance(processes, dist.ProcessGroup):
@@ -66,7 +66,7 @@ def groups_of(processes: Any) -> list[ProcessGroup]:
 class Exchange:
     """Rows on their way between the ranks of a group. `wait` returns what this rank receives, in the order of ranks."""
 
-    def __init__(self, send: Tensor, counts: tuple[Sequence[int], Sequence[int]], group: ProcessGroup):
+    def __init__(self, send: Tensor, counts: tuple[Sequence[int], Sequence[int]], group: ProcessGroup | None):
         """send: [rows, ...], contiguous, rows for rank 0 first. counts: rows to each rank, and from each rank."""
         given, taken = counts
         self.received = send.new_empty((sum(taken), *send.shape[1:]))

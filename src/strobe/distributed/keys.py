@@ -145,8 +145,8 @@ class Rows:
 
     def _call(self, piece: Piece, partial: bool) -> Call:
         k, v = self.keys.at(piece.keys)
-        call = Call(self.q[:, self._place(piece)], k, v, -1, -1, *self.options, partial)
-        return call.with_mask(self._mask(piece))
+        call = Call(self.q[:, self._place(piece)], k, v, -1, -1, *self.options)
+        return call._replace(partial=partial).with_mask(self._mask(piece))
 
     def _mask(self, piece: Piece) -> Mask:
         """The mask of a piece. Documents of a piece are kept: their ids never change."""
