@@ -157,7 +157,8 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("queries_kernel", "d256 float64", "sm_10?", 27044, _WIDE),
     Allowance("queries_kernel", "d64 causal float64", "*", 608, _WIDE),
     Allowance("queries_kernel", "d256 causal float32", "*", 4604, _WIDE),
-    Allowance("keys_kernel", "d256 float64", "*", 620, _WIDE),
+    Allowance("keys_kernel", "d256 float64", "*", 796, _WIDE),
+    Allowance("forward_kernel", "d256 causal float32", "sm_10?", 40, _WIDE),
     Allowance("delta_kernel", "d256 float64", "*", 1896, _WIDE),
     Allowance("delta_kernel", "d64 float32", "sm_10?", 16, _WIDE),
     # sm_90
@@ -205,7 +206,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("keys_kernel", "* group *", "sm_120", 1364, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_120", 800, _OPTIONS),
     Allowance("keys_kernel", "d21 *", "sm_120", 68, _OFFLINE),
-    Allowance("keys_kernel", "d64 *", "sm_120", 232, _OFFLINE),
+    Allowance("keys_kernel", "d64 *", "sm_120", 240, _OFFLINE),
     Allowance("keys_kernel", "d[19][26]*", "sm_120", 592, _OFFLINE),
     Allowance("queries_kernel", "* packed window *", "sm_120", 104, _OPTIONS),
     Allowance("forward_kernel", "* documents *", "sm_120", 8, _OFFLINE),
