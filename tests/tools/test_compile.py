@@ -352,7 +352,7 @@ def test_what_consumers_share_is_read_once(monkeypatch):
     )
     with pytest.raises(Enough):
         compile_job(job)
-    assert read["mma_partition"] == 4, "consumers of these rows"
+    assert read["consumer"] == 4, "consumers of these rows"
     assert [
         read[name] for name in ("walk_tiles", "take_tile", "attend", "attend_step", "softmax_step", "stage_out")
     ] == [1] * 6

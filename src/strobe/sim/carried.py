@@ -16,18 +16,41 @@ from triton.language.core import base_value, constexpr
 from .machine import Machine
 from .report import place_text
 
+_running: dict[FrameType, list[Carried]] = {}  # loops that run in a frame, the outermost first
+
 
 class Carried:
-    """Watches the names of one running loop. Call `end_iteration()` after each iteration."""
+    """Watches the names of one running loop. Call `end_iteration()` after each iteration and `end()` behind the loop.
+
+    In a loop within a loop, only names that were bound when it was first reached count: the frontend does not see a
+    name that an earlier turn of the outer loop has left.
+    """
 
     def __init__(self, machine: Machine, frame: FrameType | None):
         self._machine, self._frame, self._turns = machine, frame, 0
-        handles = {} if frame is None else {name: _handles(value) for name, value in frame.f_locals.items()}
+        self._bound_at: dict[int, set[str]] = {}  # names at the first turn of each loop within this one, by line
+        bound = set() if frame is None else self._visible(frame)
+        handles = {} if frame is None else {name: _handles(frame.f_locals[name]) for name in bound}
         held = Counter(key for own in handles.values() for key in {id(handle) for handle in own})
         # A name with its own value that the first iteration leaves unchanged was in a branch not taken. The frontend
         # sees all branches.
         self._entry = {name: own for name, own in handles.items() if any(held[id(handle)] > 1 for handle in own)}
         self._unchanged: set[str] = set()
+
+    def _visible(self, frame: FrameType) -> set[str]:
+        loops = _running.setdefault(frame, [])
+        bound = set(frame.f_locals)
+        if loops:
+            bound &= loops[-1]._bound_at.setdefault(frame.f_lineno, bound)
+        loops.append(self)
+        return bound
+
+    def end(self) -> None:
+        if self._frame is not None:
+            loops = _running[self._frame]
+            loops.remove(self)
+            if not loops:
+                del _running[self._frame]
 
     def end_iteration(self) -> None:
         self._turns += 1

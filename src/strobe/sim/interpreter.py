@@ -283,16 +283,22 @@ class Interpreter:
             )
             return
         carried = Carried(self.builder.machine, _kernel_frame())
-        for index in range(*bounds):
-            yield tensor(self.builder.integer(index, elem), kind)
-            carried.end_iteration()
+        try:
+            for index in range(*bounds):
+                yield tensor(self.builder.integer(index, elem), kind)
+                carried.end_iteration()
+        finally:  # a `break` too
+            carried.end()
 
     def while_iterations(self) -> Iterator[None]:
         """The iterations of a `while` loop, which evaluates its own condition."""
         carried = Carried(self.builder.machine, _kernel_frame())
-        while True:
-            yield
-            carried.end_iteration()
+        try:
+            while True:
+                yield
+                carried.end_iteration()
+        finally:
+            carried.end()
 
     @contextlib.contextmanager
     def context(

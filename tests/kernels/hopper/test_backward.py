@@ -330,7 +330,7 @@ def test_half_the_keys_are_passed_over_where_no_query_sees_them(width, products)
     found = Counter(
         one.name.rpartition(" of ")[2] for one in run.events if one.kind == "mma" and "backward" in one.where
     )
-    assert run.reports == [] and found == dict(zip(("mma_partition", "mma_partition#2"), products))
+    assert run.reports == [] and found == dict(zip(("consumer", "consumer#2"), products))
 
 
 @pytest.mark.parametrize(
