@@ -118,7 +118,7 @@ def _layouts(found: Found) -> None:
 
 
 def _wrong(found: Found) -> None:
-    """Calls that one rank makes differently: what each rank is told."""
+    """Calls that one rank makes differently: the error that each rank raises."""
     last = dist.get_world_size() - 1
     odd = dist.get_rank() == last
     tensors = divided.inputs(SEQLEN, 3, 3)
@@ -264,7 +264,7 @@ def _nested(found: Found, world: int, each: int) -> None:
 
 
 def abandoned(rank: int, folder: str, store: str) -> None:
-    """Rank 1 of two ends in the middle of training; rank 0 writes what it is told and after how many seconds."""
+    """Rank 1 of two ends in the middle of training; rank 0 writes its error and the seconds until it came."""
     from datetime import timedelta
 
     torch.set_num_threads(1)
