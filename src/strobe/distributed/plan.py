@@ -190,8 +190,9 @@ class Plan:
 
     @property
     def efficiency(self) -> float:
-        """The estimated speed of a rank relative to one GPU, without overlap. It assumes 700 TFLOP/s and 350 GB/s; no GPU
-        run has confirmed it."""
+        """The estimated speed of a rank relative to one GPU, without overlap. It assumes 700 TFLOP/s and 350 GB/s; no
+        GPU run has confirmed it.
+        """
         s = self.sizes
         seen = float((self.visible.stop - self.visible.first).clamp(min=0).sum())
         flops = 2 * s.batch * s.heads_q * (s.head_dim + s.head_dim_v) * seen / len(self.rows)
