@@ -77,33 +77,32 @@ def forward_few_rows() -> tuple[Tensor, ...]:
 
 
 def forward_d256() -> tuple[Tensor, ...]:
-    """o staged by halves."""
+    """The epilogue stages o in two halves."""
     return _forward(256, 192, 256)
 
 
-def forward_joined() -> tuple[Tensor, ...]:
-    """Three heads of a group share a tile, two tiles a head, one of them with a single query."""
+def forward_pack_gqa() -> tuple[Tensor, ...]:
+    """Three query heads of a group share a tile. Each head has two tiles, the second with a single query."""
     return _forward(33, 256, 128, heads=(6, 2))
 
 
-def forward_done_again() -> tuple[Tensor, ...]:
-    """Two tiles a program, both of which come back: for the scores of the second of three blocks of keys."""
+def forward_tile_redo() -> tuple[Tensor, ...]:
+    """Each program has two tiles. Both are redone because of the scores of the second of three key blocks."""
     return _forward(128, 384, 128, grown=True, heads=(4, 4))
 
 
-def forward_scattered() -> tuple[Tensor, ...]:
-    """Two documents lie scattered: eight tiles of keys for rings of four stages, three tiles of queries a head, of
-    which two come back, since among their keys lie those of a third document, whose values are no numbers.
+def forward_noncontiguous() -> tuple[Tensor, ...]:
+    """Two non-contiguous documents: eight key blocks for pipelines of four stages, three query tiles a head. Two of the
+    query tiles are redone, since their key range includes a third document whose values are NaN.
     """
     return _forward(
         256, 512, 128, unknown=slice(100, 150), mask=runs((200, 56), (0, 1), (100, 50, 100, 162, 100), (0, 2, 1, 0, 1))
     )
 
 
-def board() -> tuple[Tensor, ...]:
-    """Three tiles a program for the two slots on which consumers are told of them, each of which they read once more
-    behind its last product: no more blocks of keys than stages, and no verdicts to wait for, so that the board alone
-    holds the third back.
+def work_tile_pipeline() -> tuple[Tensor, ...]:
+    """Each program has three tiles for a work-tile pipeline of two stages. There are no more key blocks than stages and
+    no redo flags, so only the work-tile pipeline delays the third tile.
     """
     return _forward(384, 128, 256)
 
@@ -123,98 +122,100 @@ def _backward(
 
 
 def backward_d128() -> tuple[Tensor, ...]:
-    """Half of 128 keys a consumer, half of dq's columns each: four tiles of queries for rings of three stages, two
-    tiles of keys a program.
+    """Each consumer has half of 128 keys and half of the columns of dq: four query tiles for pipelines of three stages,
+    two key tiles a program.
     """
     return _backward(256, 256, 128, sms=1)
 
 
 def backward_d64_grouped() -> tuple[Tensor, ...]:
-    """Half of dq's 128 rows a consumer: two query heads, two tiles each, for rings of two stages; no query sees the
-    first of three tiles of keys. These have one place, as where shared memory is short.
+    """Each consumer has half of the 128 rows of dq: two query heads of two tiles each, pipelines of two stages. No
+    query sees the first of three key tiles. Keys have one buffer, as where shared memory is short.
     """
     with patch.object(traits, "MOST_SHARED", 0):
         return _backward(192, 384, 64, sms=1, heads=(2, 1), mask=band(64, 0))
 
 
-def backward_two_places() -> tuple[Tensor, ...]:
-    """Keys in two places: four tiles of them, of which no query sees the first two, of one program."""
+def backward_two_key_buffers() -> tuple[Tensor, ...]:
+    """Keys have two buffers: one program has four key tiles, of which no query sees the first two."""
     return _backward(192, 512, 64, sms=1, mask=band(64, 0))
 
 
 def backward_d256() -> tuple[Tensor, ...]:
-    """64 keys at once: ds from one consumer to the other, dq in two parts, unit by unit, one place for do; two tiles of
-    keys a program.
+    """64 keys a step: each consumer sends ds to the other, dq has two parts, do has one buffer; two key tiles a
+    program.
     """
     return _backward(192, 128, 256, sms=1)
 
 
 def backward_d192() -> tuple[Tensor, ...]:
-    """The same with columns in two parts, dq in one: four tiles of queries for rings of three stages and two."""
+    """As backward_d256, with two parts of columns and one part of dq: four query tiles, pipelines of three and two
+    stages.
+    """
     return _backward(256, 128, 192, sms=1)
 
 
 def backward_d192_128() -> tuple[Tensor, ...]:
-    """128 keys by roles: ds of two tiles from one consumer to the other, dk and dv in the places of k and v; four tiles
-    of queries for rings of two stages, two tiles of keys a program.
+    """128 keys, consumers split by products: each sends ds of two tiles to the other, dk and dv reuse the buffers of k
+    and v; four query tiles for pipelines of two stages, two key tiles a program.
     """
     return _backward(256, 256, 192, head_dim_v=128, sms=1)
 
 
 def backward_split() -> tuple[Tensor, ...]:
-    """A group of two heads is divided in two, a tile of keys each of two programs: dk, then dv, are added where k and v
+    """A group of two heads is split over two programs, each with one key tile: dk, then dv, are added where k and v
     were.
     """
     return _backward(256, 256, 128, heads=(2, 1), mask=CAUSAL)
 
 
-def backward_lagging() -> tuple[Tensor, ...]:
-    """dq of the step before: up to four tiles of queries for rings of two stages, three tiles of keys of one program,
-    whose first steps multiply what stands there.
+def backward_deferred_dq() -> tuple[Tensor, ...]:
+    """The dq product of the step before: up to four query tiles for pipelines of two stages, three key tiles of one
+    program. Each first step multiplies what the buffers hold.
     """
     return _backward(256, 384, 128, sms=1, tuned={"DEFERRED_DQ_STEPS": {(128, 128): 0}, "STORED_KEYS": {}}, mask=CAUSAL)
 
 
-def backward_lagging_rows() -> tuple[Tensor, ...]:
-    """The same where half of dq is its rows, of queries 128 at once: up to three tiles of them."""
+def backward_deferred_dq_rows() -> tuple[Tensor, ...]:
+    """As backward_deferred_dq, where each consumer has half of the rows of dq: up to three tiles of 128 queries."""
     return _backward(384, 384, 64, sms=1, tuned={"DEFERRED_DQ_STEPS": {(64, 64): 0}, "STORED_KEYS": {}}, mask=CAUSAL)
 
 
-def backward_ahead() -> tuple[Tensor, ...]:
-    """Each tile of keys clears a share of what the next head's two add to, four tiles of dq, of three heads on two
-    programs.
+def backward_dq_zeroed_ahead() -> tuple[Tensor, ...]:
+    """Each key tile zeroes a share of the dq that the two key tiles of the next head add to: four dq tiles, three
+    heads, two programs.
     """
     return _backward(256, 256, 128, heads=(3, 3), tuned={"STORED_KEYS": {}, "CLEARED_KEYS": 0}, mask=CAUSAL)
 
 
-def backward_first() -> tuple[Tensor, ...]:
-    """The first of three tiles of keys stores four tiles of dq, for which the others wait, each in a program of its
-    own; the last that a tile of queries sees writes dq, with what the others have added.
+def backward_dq_first_writer() -> tuple[Tensor, ...]:
+    """The first of three key tiles stores four dq tiles, and the others wait for it, each in a program of its own. The
+    last key tile that a query tile sees writes dq, with the sum of the others.
     """
     return _backward(256, 384, 128, sms=3, mask=CAUSAL)
 
 
-def backward_whole() -> tuple[Tensor, ...]:
-    """One tile of keys, whose two heads' three tiles of queries have no others: dq is written at once."""
+def backward_dq_written_directly() -> tuple[Tensor, ...]:
+    """One key tile, two heads of three query tiles each: no other key tile adds to dq, so it is written directly."""
     return _backward(192, 100, 128, sms=1, heads=(2, 2))
 
 
-def backward_scattered() -> tuple[Tensor, ...]:
-    """Rows of other documents lie on either side of one document's queries, and among those of another: three tiles of
-    them and one, of which one is without such rows, for rings of two stages.
+def backward_noncontiguous() -> tuple[Tensor, ...]:
+    """Rows of other documents lie before, after and between the queries of one document: tiles of three kinds and one
+    tile without such rows, for pipelines of two stages.
     """
     return _backward(256, 256, 128, sms=1, mask=runs((70, 140, 46), (0, 1, 0), (128, 128), (1, 0), also=CAUSAL))
 
 
 def backward_ordered() -> tuple[Tensor, ...]:
-    """Four tiles of dq of each of two heads, to each of which up to three tiles of keys add in turn, in two parts: of
-    the first head from the last keys, of the second from the first.
+    """Up to three key tiles add in turn, in two parts, to each of four dq tiles of two heads: from the last key tile
+    for the first head, from the first for the second.
     """
     return _backward(256, 192, 256, heads=(2, 2), deterministic=True, mask=CAUSAL)
 
 
-def backward_turns() -> tuple[Tensor, ...]:
-    """Two warps add dq by turns: five tiles of it from each of three tiles of keys, for rings of two stages and two
+def backward_dq_semaphore() -> tuple[Tensor, ...]:
+    """Two warps add dq in turn: five dq tiles from each of three key tiles, for pipelines of two stages and two
     programs.
     """
     return _backward(640, 384, 64, deterministic=True)
@@ -236,17 +237,19 @@ def _decode(dtype: torch.dtype = torch.bfloat16, together: int = 0) -> tuple[Ten
 
 
 def decode_pages() -> tuple[Tensor, ...]:
-    """Two splits of four tiles of keys, the last in part, for rings of three stages; the last to finish joins them."""
+    """Two splits of four key tiles, the last one partial, for pipelines of three stages. The last split to finish
+    merges.
+    """
     return _decode()
 
 
 def decode_float8() -> tuple[Tensor, ...]:
-    """Keys and values widened in registers."""
+    """Keys and values are converted to bfloat16 in registers."""
     return _decode(torch.float8_e4m3fn)
 
 
 def decode_cluster() -> tuple[Tensor, ...]:
-    """Four splits of two tiles of keys, the last in part, which run together and send each other their shares."""
+    """Four splits of two key tiles, the last one partial. They run in one cluster and send each other their shares."""
     return _decode(together=4)
 
 
@@ -294,22 +297,25 @@ SCENES = (
             forward_d256,
             forward_few_keys,
             forward_few_rows,
-            forward_joined,
+            forward_pack_gqa,
         )
     ),
     Scene("forward_d96", "sm_90", forward_d96, FORWARD),
-    Scene("forward_done_again", "sm_90", forward_done_again, REDO),
-    Scene("forward_scattered", "sm_90", forward_scattered, FORWARD_DOCUMENTS),
-    Scene("board", "sm_90", board, SCHEDULE),
+    Scene("forward_tile_redo", "sm_90", forward_tile_redo, REDO),
+    Scene("forward_noncontiguous", "sm_90", forward_noncontiguous, FORWARD_DOCUMENTS),
+    Scene("work_tile_pipeline", "sm_90", work_tile_pipeline, SCHEDULE),
     *(
         Scene(run.__name__, "sm_90", run, BACKWARD)
-        for run in (backward_d128, backward_d64_grouped, backward_two_places, backward_d256)
+        for run in (backward_d128, backward_d64_grouped, backward_two_key_buffers, backward_d256)
     ),
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_d192, backward_d192_128, backward_split)),
-    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_lagging, backward_lagging_rows, backward_ahead)),
-    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_first, backward_whole)),
-    Scene("backward_scattered", "sm_90", backward_scattered, BACKWARD_MENDED),
-    *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_turns)),
+    *(
+        Scene(run.__name__, "sm_90", run, BACKWARD)
+        for run in (backward_deferred_dq, backward_deferred_dq_rows, backward_dq_zeroed_ahead)
+    ),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_dq_first_writer, backward_dq_written_directly)),
+    Scene("backward_noncontiguous", "sm_90", backward_noncontiguous, BACKWARD_MENDED),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_dq_semaphore)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),
     Scene("decode_cluster", "sm_90", decode_cluster, CLUSTER),
     Scene("invariant", "sm_90", invariant, INVARIANT),

@@ -19,9 +19,9 @@ from strobe.sim.semantics import Gluon
 from tests.kernels.hopper import hopper_scenes as scenes
 
 SCENES = {
-    forward: (scenes.forward_d128, scenes.forward_d96, scenes.forward_scattered),
-    backward: (scenes.backward_d128, scenes.backward_d192, scenes.backward_split, scenes.backward_lagging,
-               scenes.backward_scattered),
+    forward: (scenes.forward_d128, scenes.forward_d96, scenes.forward_noncontiguous),
+    backward: (scenes.backward_d128, scenes.backward_d192, scenes.backward_split, scenes.backward_deferred_dq,
+               scenes.backward_noncontiguous),
 }  # fmt: skip
 THREADS = 128
 ARRIVALS = {  # what a table says -> the arrivals of a kernel with these traits
