@@ -116,6 +116,54 @@ class NamedBarrier:
     done_ns: float = 0.0
 
 
+class Allocations:
+    """The allocations of a partition inside loops. An allocation in a loop's body is one buffer, used by every turn."""
+
+    def __init__(self) -> None:
+        # for each running loop: (place, size) -> buffers allocated there, how many this turn has used, and their charge
+        self._loops: list[dict[tuple[Place, str, int], _Buffers]] = []
+
+    def enter_loop(self) -> None:
+        self._loops.append({})
+
+    def end_iteration(self) -> None:
+        for buffers in self._loops[-1].values():
+            buffers.used = 0
+
+    def leave_loop(self, cta: Cta) -> None:
+        for (_, space, _), buffers in self._loops.pop().items():
+            cta.used[space] -= buffers.charge
+
+    def reused(self, place: Place, space: str, size: int) -> Memory | None:
+        """The buffer that an earlier turn of the innermost loop allocated here."""
+        buffers = self._loops[-1].get((place, space, size)) if self._loops else None
+        if buffers is None or buffers.used == len(buffers.memories):
+            return None
+        buffers.used += 1
+        return buffers.memories[buffers.used - 1]
+
+    def add(self, place: Place, memory: Memory, charge: int) -> None:
+        if self._loops:
+            buffers = self._loops[-1].setdefault((place, memory.space, len(memory.raw)), _Buffers())
+            buffers.memories.append(memory)
+            buffers.used += 1
+            buffers.charge += charge
+
+    def free(self, memory: Memory, charge: int) -> None:
+        """The kernel itself deallocates a buffer: the end of the loop does not free it once more."""
+        for buffers in (buffers for loop in self._loops for buffers in loop.values()):
+            kept = [one for one in buffers.memories if one is not memory]
+            if len(kept) < len(buffers.memories):
+                buffers.memories, buffers.used, buffers.charge = kept, buffers.used - 1, buffers.charge - charge
+
+
+@dataclass
+class _Buffers:
+    memories: list[Memory] = field(default_factory=list)
+    used: int = 0
+    charge: int = 0
+
+
 class Partition:
     """Warps that run one function: the kernel itself ("main") or one entry of warp_specialize."""
 
@@ -140,6 +188,7 @@ class Partition:
         stream = lambda kind: Stream(f"{kind} of {self.agent}")
         self.wgmma, self.tcgen05, self.copies = stream("wgmma"), stream("tcgen05"), stream("cp.async")
         self.stores, self.store_writes = stream("TMA store read"), stream("TMA store write")
+        self.allocations = Allocations()
         self.open_copies: list[Callable[[], None]] = []  # cp.async operations not yet committed to a group
         self.poll: tuple | None = None  # last value seen by an atomic or volatile read; detects spin loops
         self.last_read: tuple = ()  # last weak read of global memory

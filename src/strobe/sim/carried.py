@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from triton.language.core import base_value, constexpr
 
-from .machine import Machine
 from .report import place_text
+
+if TYPE_CHECKING:
+    from .loops import Branches
+    from .machine import Machine
 
 _running: dict[FrameType, list[Carried]] = {}  # loops that run in a frame, the outermost first
 
@@ -26,8 +30,8 @@ class Carried:
     name that an earlier turn of the outer loop has left.
     """
 
-    def __init__(self, machine: Machine, frame: FrameType | None):
-        self._machine, self._frame, self._turns = machine, frame, 0
+    def __init__(self, machine: Machine, frame: FrameType | None, branches: Branches):
+        self._machine, self._frame, self._branches, self._turns = machine, frame, branches, 0
         self._bound_at: dict[int, set[str]] = {}  # names at the first turn of each loop within this one, by line
         bound = set() if frame is None else self._visible(frame)
         handles = {} if frame is None else {name: _handles(frame.f_locals[name]) for name in bound}
@@ -62,6 +66,8 @@ class Carried:
             self._unchanged = same
             return
         for name in sorted(self._unchanged - same):
+            if any(branch.runtime for branch in self._branches.get(name, ())):
+                continue  # the frontend merges both sides of the branch into a value of its own, and carries that
             place = self._machine.place()
             self._machine.report(
                 "compiler",

@@ -9,6 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .campaign import Verdict, campaign, explain, summary, timed
 from .checks import Checks
@@ -77,8 +78,9 @@ def _run(scene: Scene, arguments: argparse.Namespace) -> int:
     found: dict[tuple[str, str, int], Report] = {}  # by (kind, place, index at that place)
     stats: Counter[str] = Counter()
     runs = [(mode, seed) for mode in modes for seed in range(arguments.seed, arguments.seed + arguments.seeds)]
+    options: dict[str, Any] = {"sms": arguments.sms, "check": False, "max_iterations": arguments.max_iterations}
     for mode, seed in runs:
-        with simulate(arguments.target, mode, seed, sms=arguments.sms, check=False, checks=_checks(arguments)) as run:
+        with simulate(arguments.target, mode, seed, checks=_checks(arguments), **options) as run:
             scene()
         stats.update(run.stats)
         numbers: Counter[tuple[str, str]] = Counter()
@@ -87,7 +89,7 @@ def _run(scene: Scene, arguments: argparse.Namespace) -> int:
             found.setdefault((*place, numbers[place]), report)
             numbers[place] += 1
     if arguments.timeline:
-        with simulate(arguments.target, "timed", arguments.seed, sms=arguments.sms, check=False) as run:
+        with simulate(arguments.target, "timed", arguments.seed, **options) as run:
             scene()
         run.save(str(arguments.timeline), f"{scene.path.name}::{scene.function} on {arguments.target}")
     if arguments.json:

@@ -27,7 +27,7 @@ from triton.language.core import _unwrap_if_constexpr as unwrapped
 from triton.language.core import base_value, constexpr
 from triton.runtime.jit import BoundConstexprFunction, ConstexprFunction, JITFunction
 
-from .carried import Carried
+from .loops import Branch, Branches, Loop
 from .machine import KERNEL_CODE
 from .translate import signature, translated
 from .values import Diverged, Value, tensor, unsigned
@@ -219,8 +219,10 @@ class Interpreter:
 
     # ---- conditions and loops
 
-    def truth(self, condition: Any) -> bool:
+    def truth(self, condition: Any, branch: Branch | None = None) -> bool:
         if _is_tensor(condition):
+            if branch is not None:
+                branch.runtime = True
             if condition.type.is_block() and condition.numel.value != 1:
                 return self.refused("Boolean value of Tensor with more than one value is ambiguous")
             return self._decided(condition.handle.data)
@@ -241,7 +243,11 @@ class Interpreter:
 
     def choose(self, condition: object, then: Callable[[], object], otherwise: Callable[[], object]) -> Any:
         chosen = then() if self.truth(condition) else otherwise()
-        return self.semantic.to_tensor(chosen) if _is_tensor(condition) else chosen
+        if not _is_tensor(condition):
+            return chosen
+        chosen = self.semantic.to_tensor(chosen)
+        value = chosen.handle  # the frontend makes a new value, the result of its `if`
+        return tensor(Value(value._data, value.elem, value.layout, value.pending), chosen.type)
 
     def while_condition(self, condition: object) -> bool:
         condition = condition.condition if isinstance(condition, tl.condition) else condition
@@ -251,7 +257,7 @@ class Interpreter:
             else self.refused("`while` needs a scalar tensor as its condition, not a constant")
         )
 
-    def loop(self, kind: Any, arguments: list[Any], keywords: dict[str, Any]) -> Iterator[Any]:
+    def loop(self, branches: Branches, kind: Any, arguments: list[Any], keywords: dict[str, Any]) -> Iterator[Any]:
         kind = unwrapped(kind)
         if kind is tl.static_range:
             bounds = kind(*arguments, **keywords)
@@ -264,9 +270,9 @@ class Interpreter:
             low, high, step = (*(arguments if len(arguments) > 1 else [constexpr(0), *arguments]), constexpr(1))[:3]
         else:
             raise TypeError("only range, tl.range and static_range can be iterated over")
-        yield from self._counted(self.semantic.to_tensor(low), self.semantic.to_tensor(high), step)
+        yield from self._counted(branches, self.semantic.to_tensor(low), self.semantic.to_tensor(high), step)
 
-    def _counted(self, low: Any, high: Any, step: Any) -> Iterator[tl.tensor]:
+    def _counted(self, branches: Branches, low: Any, high: Any, step: Any) -> Iterator[tl.tensor]:
         """The induction variable of a runtime loop, as a scalar of the bounds' common type."""
         static, step = not _is_tensor(step), self.semantic.to_tensor(step)
         if any(bound.type.is_block() or not bound.dtype.is_int() for bound in (low, high, step)):
@@ -282,23 +288,23 @@ class Interpreter:
                 "assert", f"a loop's step is {bounds[2]}; a step that is not a constant must be positive"
             )
             return
-        carried = Carried(self.builder.machine, _kernel_frame())
+        loop = Loop(self.builder.machine, _kernel_frame(), branches, len(range(*bounds)))
         try:
             for index in range(*bounds):
                 yield tensor(self.builder.integer(index, elem), kind)
-                carried.end_iteration()
+                loop.end_iteration()
         finally:  # a `break` too
-            carried.end()
+            loop.end()
 
-    def while_iterations(self) -> Iterator[None]:
+    def while_iterations(self, branches: Branches) -> Iterator[None]:
         """The iterations of a `while` loop, which evaluates its own condition."""
-        carried = Carried(self.builder.machine, _kernel_frame())
+        loop = Loop(self.builder.machine, _kernel_frame(), branches)
         try:
             while True:
                 yield
-                carried.end_iteration()
+                loop.end_iteration()
         finally:
-            carried.end()
+            loop.end()
 
     @contextlib.contextmanager
     def context(

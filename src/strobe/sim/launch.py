@@ -26,6 +26,7 @@ from .builder import Builder
 from .checks import USUAL, Checks
 from .interpreter import Interpreter
 from .layouts import Layouts
+from .loops import MAX_ITERATIONS
 from .machine import MODES, Machine
 from .memory import Memory
 from .names import names_when_asked
@@ -92,6 +93,7 @@ def simulate(
     sms: int = 4,
     check: bool = True,
     max_reports: int = 50,
+    max_iterations: int = MAX_ITERATIONS,
     checks: Checks = USUAL,
 ) -> Iterator[Run]:
     """Run kernels on a CPU and find races, deadlocks and missing fences.
@@ -112,6 +114,7 @@ def simulate(
         sms: number of CTAs in flight, and the number of SMs that the host code sees.
         check: raise SimulationFault at the end if there are findings. Otherwise they stay in `run.reports`.
         max_reports: stop after this many distinct findings.
+        max_iterations: report a loop of a kernel that runs for more iterations, and stop.
         checks: which faults are looked for. `Checks(happens_before=False)` reports only what this schedule makes
             visible. `read_fences=True` also requires a proxy fence between a generic read and an asynchronous
             overwrite. `atomic_order=True` also requires an order between floating-point adds to one address.
@@ -125,6 +128,7 @@ def simulate(
     reports = Reports(max_reports)
     limits = {"shared": SHARED_KIB[capability] * KIB, "tensor": TENSOR_COLUMNS if capability in (100, 103) else 0}
     run = Run(Machine(mode, seed, sms, limits, reports, checks), reports)
+    run.machine.max_iterations = max_iterations
 
     made: dict[tuple[int, str], SimpleNamespace] = {}
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from .agents import Barrier, Cluster, Cta, NamedBarrier, Operation, Partition, Stream
 from .checks import USUAL, Checks
-from .memory import Access, Actor, Clock, Memory, merge
+from .loops import MAX_ITERATIONS
+from .memory import Access, Actor, Clock, Granules, Memory, merge
 from .options import MODES as MODES
 from .report import Place, Reports, Stop, place_text
 from .timeline import Event
@@ -56,7 +57,7 @@ class Machine:
         self.current: Partition = _NOBODY  # set whenever kernel code runs
         self.hub: Any = None  # the scheduler's greenlet
         self.ctas: list[Cta] = []
-        self.max_steps = MAX_STEPS
+        self.max_steps, self.max_iterations = MAX_STEPS, MAX_ITERATIONS
         self.entered: dict[int, Any] = {}  # jit functions that ran, by id
         self.progress = 0  # counts changes that a spinning partition might see
         self._priorities: dict[str, float] = {}
@@ -81,7 +82,7 @@ class Machine:
 
     # ---- memory
 
-    def access(self, memory: Memory, mask: int, write: bool, actor: Actor) -> None:
+    def access(self, memory: Memory, mask: Granules, write: bool, actor: Actor) -> None:
         """Record an access and report its faults."""
         self.stats["accesses"] += 1
         if memory.space == "global" and actor.proxy == "generic" and not write:
@@ -133,7 +134,7 @@ class Machine:
             memory, memory.mask_of(view), write, Actor(p.agent, p.clock, p.vector_clock, proxy, what, self.place())
         )
 
-    def _spins(self, memory: Memory, mask: int, actor: Actor) -> None:
+    def _spins(self, memory: Memory, mask: Granules, actor: Actor) -> None:
         """Detect a loop that only repeats a weak read of one global value. Then let others run first."""
         p, seen = self.current, (memory.name, mask, actor.where, self.progress)
         p.repeats = p.repeats + 1 if p.last_read == seen else 0
@@ -154,17 +155,22 @@ class Machine:
         p.tick()
 
     def allocate(self, space: str, size: int, charge: int) -> Memory:
-        cta = self.current.cta
+        cta, place, allocations = self.current.cta, self.place(), self.current.allocations
+        if reused := allocations.reused(place, space, size):
+            reused.clear()
+            return reused
         cta.used[space] += charge
         if cta.used[space] > self.limits[space]:
             unit = "bytes" if space == "shared" else "columns"
             self.report(
                 "budget",
                 f"{cta.used[space]} {unit} of {space} memory are in use with this allocation of {charge}; "
-                f"the target has {self.limits[space]}; at {place_text(self.place())}",
+                f"the target has {self.limits[space]}; at {place_text(place)}",
                 key=(space,),
             )
-        return cta.allocate(space, size)
+        memory = cta.allocate(space, size)
+        allocations.add(place, memory, charge)
+        return memory
 
     # ---- mbarriers
 
@@ -627,5 +633,6 @@ def _who(actor: Actor) -> str:
     return f"{name} of CTA {cta}" if cta.isdigit() else actor.agent
 
 
-def _part(unwritten: int, mask: int) -> str:
-    return "all" if unwritten == mask else f"{100 * unwritten.bit_count() / mask.bit_count():.0f} %"
+def _part(unwritten: int, mask: Granules) -> str:
+    touched = sum(bits.bit_count() for bits in mask.values())
+    return "all" if unwritten == touched else f"{100 * unwritten / touched:.0f} %"

@@ -3,17 +3,23 @@
 Happens-before is decided by vector clocks (FastTrack: Flanagan and Freund, PLDI 2009, section 3). An access by agent
 `a` at clock `c` is ordered before an agent whose vector clock has at least `c` for `a`. Accesses are stored as bit sets
 of granules, so one record covers a whole tile and a check is one `and` of two integers.
+
+Global tensors are cut into pages of granules. An access looks only at the pages that it touches, so its cost does not
+depend on the size of the tensor or on how many programs accessed other parts of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
 from .report import Place
 
 Clock = dict[str, int]
+Granules = dict[int, int]  # page -> bit set of granules in it
+PAGE = 4096  # granules in a page of a global tensor
 
 
 def merge(into: Clock, other: Clock) -> None:
@@ -44,9 +50,8 @@ class Actor:
         return self.proxy in ("generic", "atomic")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Access:
-    mask: int
     actor: Actor
     clock: int
     write: bool
@@ -67,14 +72,13 @@ class Memory:
         self.name, self.space, self.raw, self.granule = name, space, raw, granule
         self.base = raw.__array_interface__["data"][0]
         self.end = self.base + len(raw)
-        self.granules = -(-len(raw) // granule) + 1
-        self.written = (1 << self.granules) - 1 if initialised else 0
-        self.writes: list[Access] = []
-        self.reads: list[Access] = []
+        self.page = PAGE if space == "global" else -(-len(raw) // granule) + 1
+        self.written: int | None = None if initialised else 0  # granules of page 0 that were written; None: all
+        self.pages: dict[int, _Page] = {}
         self.named = False
-        self._masks: dict[tuple, int] = {}
+        self._masks: dict[tuple, Granules] = {}
 
-    def mask_of(self, view: np.ndarray) -> int:
+    def mask_of(self, view: np.ndarray) -> Granules:
         """The granules that a NumPy view of this memory touches."""
         interface = view.__array_interface__
         key = (interface["data"][0], view.shape, view.strides, view.itemsize)
@@ -83,54 +87,119 @@ class Memory:
             mask = self._masks[key] = self.mask_at(_offsets(interface["data"][0] - self.base, view), view.itemsize)
         return mask
 
-    def mask_at(self, offsets: np.ndarray, size: int) -> int:
+    def mask_at(self, offsets: np.ndarray, size: int) -> Granules:
         """The granules of elements of `size` bytes at byte `offsets`."""
-        bits = np.zeros(self.granules, np.uint8)
-        for step in range(0, size, self.granule):
-            bits[(offsets + step) // self.granule] = 1
-        bits[(offsets + (size - 1)) // self.granule] = 1
-        return int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
+        if not offsets.size:
+            return {}
+        offsets = offsets.reshape(-1)
+        parts = [(offsets + step) // self.granule for step in (*range(0, size, self.granule), size - 1)]
+        granules = parts[0] if all(np.array_equal(parts[0], part) for part in parts[1:]) else np.concatenate(parts)
+        return _bit_sets(granules, self.page)
 
-    def touch(self, mask: int, write: bool, actor: Actor) -> tuple[list[Access], int]:
-        """Record an access. Returns the earlier accesses it conflicts with, and the granules read but never written."""
-        conflicts = [access for access in self.writes if access.mask & mask]
-        if write:
-            conflicts += [access for access in self.reads if access.mask & mask]
-            spare = actor if actor.atomic else None
-            self.writes, self.reads = _without(self.writes, mask, spare), _without(self.reads, mask, spare)
-            unwritten, self.written = 0, self.written | mask
-            self.writes.append(Access(mask, actor, actor.clock, True))
-        else:
-            unwritten = mask & ~self.written
-            self.reads = [read for read in self.reads if not _superseded(read, mask, actor)]
-            self.reads.append(Access(mask, actor, actor.clock, False))
-        return conflicts, unwritten
+    def touch(self, mask: Granules, write: bool, actor: Actor) -> tuple[list[Access], int]:
+        """Record an access. Returns the earlier accesses it conflicts with, and the number of granules that it reads
+        and nobody wrote.
+        """
+        made, conflicts, pages = Access(actor, actor.clock, write), {}, self.pages
+        for number, bits in mask.items():
+            page = pages.get(number)
+            if page is None:
+                page = pages[number] = _Page()
+            page.touch(bits, write, made, conflicts)
+        unwritten = 0
+        if self.written is not None and mask:
+            if write:
+                self.written |= mask[0]
+            else:
+                unwritten = (mask[0] & ~self.written).bit_count()
+        return list(conflicts), unwritten
+
+    @property
+    def writes(self) -> list[Access]:
+        """The writes that nothing has overwritten."""
+        return list(dict.fromkeys(access for page in self.pages.values() for access, _ in page.writes))
 
     def fence(self, agent: str, clock: int, vector_clock: Clock) -> None:
         """A proxy fence by `agent`: it covers every access ordered before it, for all agents ordered after it."""
-        for access in self.writes + self.reads:
-            if access.actor.generic and vector_clock.get(access.actor.agent, 0) >= access.clock:
-                access.fences.setdefault(agent, clock)
+        for page in self.pages.values():
+            for access, _ in chain(page.writes, *page.reads.values()):
+                if access.actor.generic and vector_clock.get(access.actor.agent, 0) >= access.clock:
+                    access.fences.setdefault(agent, clock)
+
+    def clear(self) -> None:
+        """New contents of a buffer that a loop's body allocates again: NaN, and nothing written."""
+        self.raw[...], self.written = 0xFF, 0
 
     def forget(self) -> None:
         """Order everything so far before everything to come (a kernel has ended)."""
-        self.writes, self.reads = [], []
+        self.pages = {}
 
 
-def _without(accesses: list[Access], mask: int, spare: Actor | None) -> list[Access]:
+class _Page:
+    """The accesses to one page that are still recorded, each with its granules. Reads are kept by agent and proxy, so
+    that the reads of other programs cost nothing.
+    """
+
+    __slots__ = ("reads", "writes")
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[Access, int]] = []
+        self.reads: dict[tuple[str, str], list[tuple[Access, int]]] = {}
+
+    def touch(self, bits: int, write: bool, made: Access, conflicts: dict[Access, None]) -> None:
+        """Record `made` on the granules `bits`, and add the accesses that it conflicts with to `conflicts`."""
+        for access, own in self.writes:
+            if own & bits:
+                conflicts[access] = None
+        actor = made.actor
+        if write:
+            for access, own in chain.from_iterable(self.reads.values()):
+                if own & bits:
+                    conflicts[access] = None
+            spare = actor if actor.atomic else None
+            self.writes = _without(self.writes, bits, spare)
+            self.reads = {key: kept for key, reads in self.reads.items() if (kept := _without(reads, bits, spare))}
+            self.writes.append((made, bits))
+        else:
+            key = (actor.agent, actor.proxy)
+            reads = self.reads.get(key)
+            # a later read by the same agent replaces an earlier one of the same granules
+            self.reads[key] = [*(read for read in reads if read[1] & ~bits), (made, bits)] if reads else [(made, bits)]
+
+
+def _without(accesses: list[tuple[Access, int]], bits: int, spare: Actor | None) -> list[tuple[Access, int]]:
     """The accesses still recorded after a write. An atomic keeps those of other agents' atomics."""
     kept = []
-    for access in accesses:
-        if not (spare and access.actor.atomic and access.actor.agent != spare.agent):
-            access.mask &= ~mask
-        if access.mask:
-            kept.append(access)
+    for entry in accesses:
+        access, own = entry
+        if not own & bits or (spare and access.actor.atomic and access.actor.agent != spare.agent):
+            kept.append(entry)
+        elif left := own & ~bits:
+            kept.append((access, left))
     return kept
 
 
-def _superseded(read: Access, mask: int, actor: Actor) -> bool:
-    """Whether a later read of the same granules by the same agent replaces the earlier read."""
-    return read.actor.agent == actor.agent and read.actor.proxy == actor.proxy and not read.mask & ~mask
+def _bit_sets(granules: np.ndarray, page: int) -> Granules:
+    """Numbers of granules as bit sets by page."""
+    low, high = int(granules.min()), int(granules.max())
+    first, last = low // page, high // page
+    if last - first < 16:  # close together: one array of flags over all these pages
+        flags = np.zeros((last - first + 1) * page, np.uint8)
+        flags[granules - first * page] = 1
+        packed = np.packbits(flags.reshape(-1, page), axis=1, bitorder="little")
+        return {
+            first + number: bits
+            for number, row in enumerate(packed)
+            if (bits := int.from_bytes(row.tobytes(), "little"))
+        }
+    ordered = np.unique(granules)
+    numbers, starts = np.unique(ordered // page, return_index=True)
+    found = {}
+    for number, own in zip(numbers.tolist(), np.split(ordered, starts[1:]), strict=True):
+        flags = np.zeros(page, np.uint8)
+        flags[own - number * page] = 1
+        found[number] = int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
+    return found
 
 
 def _offsets(start: int, view: np.ndarray) -> np.ndarray:

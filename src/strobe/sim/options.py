@@ -54,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
         "--seeds", type=_positive, default=1, metavar="N", help="number of seeds per mode, starting at --seed"
     )
     made.add_argument("--sms", type=_positive, default=4, metavar="N", help="number of CTAs in flight (default 4)")
+    made.add_argument(
+        "--max-iterations",
+        type=_positive,
+        default=100_000,
+        metavar="N",
+        help="report a loop that runs for more iterations (default 100,000)",
+    )
     made.add_argument("--grid", type=_grid, default=(1,), metavar="X[,Y[,Z]]", help="grid of a kernel")
     made.add_argument("--num-warps", type=_positive, default=4, metavar="N", help="warps of a kernel (default 4)")
     made.add_argument(

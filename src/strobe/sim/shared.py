@@ -59,7 +59,9 @@ class SharedMemory:
         return self._allocate("shared", ty, value, int(np.prod(ty.shape)) * BYTES[ty.elem])
 
     def create_local_dealloc(self, window: Window) -> None:
-        self.machine.current.cta.used["shared"] -= len(window.memory.raw)
+        p, size = self.machine.current, len(window.memory.raw)
+        p.cta.used["shared"] -= size
+        p.allocations.free(window.memory, size)
 
     def _write(self, window: Where, value: Value, what: str = "") -> None:
         window = self.window(window)

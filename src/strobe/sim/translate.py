@@ -13,13 +13,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from triton import language as tl
 from triton.compiler.code_generator import CodeGenerator
 from triton.language.core import constexpr
 from triton.runtime.jit import JITCallable
 
+from .loops import Branch
 from .machine import KERNEL_CODE
 
 INTERPRETER = "$"  # not an identifier, so no kernel can use it
@@ -92,6 +93,7 @@ class Translator(ast.NodeTransformer):
     def __init__(self, fn: JITCallable, scope: dict[str, object], local: set[str]):
         self.fn, self.scope, self.local = fn, scope, local
         self.namespace: dict[str, Any] = {"__builtins__": {}}
+        self.loops: list[dict[str, list[Branch]]] = []  # loops around the statement: name -> branches that assign it
 
     def function(self, definition: ast.FunctionDef) -> ast.FunctionDef:
         names = [INTERPRETER, *(argument.arg for argument in _arguments(definition))]
@@ -294,7 +296,11 @@ class Translator(ast.NodeTransformer):
         return self._store(node, node.target, self.visit(node.value))
 
     def visit_If(self, node: ast.If) -> ast.stmt:
-        test = self.ask(node.test, "truth", self.visit(node.test))
+        branch = Branch()
+        for name in {part.id for one in (*node.body, *node.orelse) for part in ast.walk(one) if _is_stored(part)}:
+            for loop in self.loops:
+                loop.setdefault(name, []).append(branch)
+        test = self.ask(node.test, "truth", self.visit(node.test), self.constant(branch, node.test))
         return ast.copy_location(
             ast.If(test, self._block(node.body), self._block(node.orelse) if node.orelse else []), node
         )
@@ -308,17 +314,25 @@ class Translator(ast.NodeTransformer):
     def visit_While(self, node: ast.While) -> ast.stmt:
         ends = ast.UnaryOp(ast.Not(), self.ask(node.test, "while_condition", self.visit(node.test)))
         leave = ast.copy_location(ast.If(ends, [ast.Break()], []), node.test)
-        iterations = self.ask(node, "while_iterations")
-        return ast.copy_location(
-            ast.For(ast.Name("_iteration", ast.Store()), iterations, [leave, *self._block(node.body)], []), node
-        )
+        body, branches = self._loop_body(node)
+        iterations = self.ask(node, "while_iterations", branches)
+        return ast.copy_location(ast.For(ast.Name("_iteration", ast.Store()), iterations, [leave, *body], []), node)
+
+    def _loop_body(self, node: ast.For | ast.While) -> tuple[list[ast.stmt], ast.expr]:
+        """A loop's body, and the branches in it as a constant."""
+        branches: dict[str, list[Branch]] = {}
+        self.loops.append(branches)
+        body = self._block(node.body)
+        self.loops.pop()
+        return body, self.constant(branches, node)
 
     def visit_For(self, node: ast.For) -> ast.stmt:
         if not isinstance(node.iter, ast.Call) or node.orelse:
             return self.refuse(node, "a for loop needs range, tl.range or static_range, and no else")
         call = self.visit_Call(node.iter)
-        iterator = self.ask(node.iter, "loop", *call.args)
-        return ast.copy_location(ast.For(self.visit(node.target), iterator, self._block(node.body), []), node)
+        body, branches = self._loop_body(node)
+        iterator = self.ask(node.iter, "loop", branches, *call.args)
+        return ast.copy_location(ast.For(self.visit(node.target), iterator, body, []), node)
 
     def visit_With(self, node: ast.With) -> ast.stmt:
         items = []
@@ -340,6 +354,10 @@ class Translator(ast.NodeTransformer):
 
     def visit_Pass(self, node: ast.Pass) -> ast.stmt:
         return node
+
+
+def _is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def signature(fn: JITCallable) -> inspect.Signature:

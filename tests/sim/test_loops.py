@@ -1,0 +1,150 @@
+"""Loops of a kernel: one without end is reported, the buffers of its body are counted once, and names that a branch
+assigns are carried.
+"""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from strobe.sim import simulate
+from strobe.sim.machine import MODES
+
+
+@triton.jit
+def endless_kernel(x, steps):
+    limit, i = tl.load(x), 0
+    while limit < 5:
+        i += 1
+    for _ in range(steps):
+        i += 1
+    tl.store(x, i)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loop_without_end_is_reported(mode):
+    with simulate("sm_90", mode, check=False, max_iterations=3000) as run:
+        endless_kernel[(2,)](torch.zeros(1, dtype=torch.int32), 3)
+    (report,) = run.reports
+    assert report.kind == "deadlock" and "test_loops.py:19 endless_kernel" in report.where
+    assert "iteration 3,000 of the loop" in report.text
+    assert "changing: i = 3000; not changing: steps = 3, limit = 0" in report.text
+
+
+def test_a_long_loop_is_reported_with_its_length():
+    with simulate("sm_90", check=False, max_iterations=50) as run:
+        endless_kernel[(1,)](torch.full([1], 7, dtype=torch.int32), 60)
+    assert "iteration 50 of 60 of the loop" in run.reports[0].text
+    x = torch.full([1], 7, dtype=torch.int32)
+    with simulate("sm_90", max_iterations=61):
+        endless_kernel[(1,)](x, 60)
+    assert x.item() == 60
+
+
+@triton.jit
+def two_flags_kernel(flags, out):
+    """The second program spins on two flags by turns, which the first program sets."""
+    if tl.program_id(0) == 0:
+        tl.atomic_xchg(flags, 1)
+        tl.atomic_xchg(flags + 1, 1)
+    else:
+        seen = 0
+        while seen < 2:
+            seen = tl.load(flags, volatile=True) + tl.load(flags + 1, volatile=True)
+        tl.store(out, seen)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_spin_on_two_values_lets_the_other_program_run(mode):
+    flags, out = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with simulate("sm_90", mode):
+        two_flags_kernel[(2,)](flags, out)
+    assert out.item() == 2
+
+
+# ---------------------------------------------------------------- allocations
+
+
+@gluon.jit
+def in_a_loop_kernel(x, turns, buffers: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    index = gl.arange(0, 16384, layout)
+    for _ in range(turns):
+        for _ in gl.static_range(buffers):
+            buffer = gl.allocate_shared_memory(gl.float32, [16384], shared)
+            buffer.store(gl.load(x + index) + 1)
+            gl.store(x + index, buffer.load(layout))
+
+
+@pytest.mark.parametrize("turns, buffers, kinds", [(9, 1, []), (9, 3, []), (2, 4, ["budget"])])
+def test_the_buffers_of_a_loops_body_are_counted_once(turns, buffers, kinds):
+    """Each buffer has 64 KiB; the target has 227."""
+    x = torch.zeros(16384)
+    with simulate("sm_90", check=False) as run:
+        in_a_loop_kernel[(1,)](x, turns, buffers)
+    assert [report.kind for report in run.reports] == kinds
+    assert torch.equal(x, torch.full_like(x, turns * buffers))
+
+
+@gluon.jit
+def read_before_kernel(x, out, turns):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    index = gl.arange(0, 128, layout)
+    for i in range(turns):
+        buffer = gl.allocate_shared_memory(gl.float32, [128], shared)
+        if i == 0:
+            buffer.store(gl.load(x + index))
+        gl.store(out + index, buffer.load(layout))
+
+
+def test_a_loops_buffer_holds_nothing_of_the_turn_before():
+    out = torch.zeros(128)
+    with simulate("sm_90", check=False) as run:
+        read_before_kernel[(1,)](torch.ones(128), out, 2)
+    assert [report.kind for report in run.reports] == ["uninitialised"]
+    assert out.isnan().all()
+
+
+# ---------------------------------------------------------------- names that a branch assigns
+
+
+@triton.jit
+def search_kernel(x, key, out, n):
+    """The first place whose value is not below the key."""
+    low, high = 0, n
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(x + middle) < key:
+            low = middle + 1
+        else:
+            high = middle
+    tl.store(out, low)
+
+
+@triton.jit
+def chosen_kernel(out, turns):
+    at = tl.load(out)
+    before = at
+    for i in range(turns):
+        before = at if i > 0 else before
+        at = at + 1
+    tl.store(out, before)
+
+
+@pytest.mark.parametrize("key", [37, -1, 149, 150, 500])
+def test_a_binary_search_is_compiled_as_it_says(key):
+    x, out = torch.arange(0, 200, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with simulate("sm_90"):
+        search_kernel[(1,)](x, key, out, len(x))
+    assert out.item() == torch.searchsorted(x, key).item()
+
+
+def test_a_name_assigned_by_a_conditional_expression_is_carried():
+    out = torch.zeros(1)
+    with simulate("sm_90"):
+        chosen_kernel[(1,)](out, 4)
+    assert out.item() == 3
