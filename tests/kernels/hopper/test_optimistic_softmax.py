@@ -80,10 +80,10 @@ def from_far_below(call: Call, depth: float = 16.0) -> None:
 
 
 def from_farther_below(call: Call) -> None:
-    """As above by 101 powers of two, nearly as much as a row may grow by in a step without a redo: lse errs by most
-    there.
+    """As above by 115 powers of two, nearly as much as a row may grow by in a step without a redo: 2^125, and with
+    float16 2^118. lse errs by most there.
     """
-    from_far_below(call, 70.0)
+    from_far_below(call, 80.0)
 
 
 def from_too_far_below(call: Call) -> None:

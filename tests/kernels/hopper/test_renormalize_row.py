@@ -46,15 +46,15 @@ def _numbers(columns: int, case: str) -> tuple[torch.Tensor, torch.Tensor]:
         for row, column, size in ((0, 3, 2.0**16), (9, columns - 1, 2.0**20), (17, 0, 2.0**24), (63, 6, 2.0**31)):
             p[row, column] = size
     elif case == "all":
-        p *= 2.0 ** torch.randint(17, 100, (64, 1), generator=generator)
+        p *= 2.0 ** torch.randint(17, 115, (64, 1), generator=generator)
     elif case == "infinite":
-        p[5, 5], p[40, 1], p[51, 2] = torch.inf, torch.nan, 1.1 * 2.0**110
+        p[5, 5], p[40, 1], p[51, 2] = torch.inf, torch.nan, 1.1 * 2.0**125
     return p, states
 
 
 def _want(p: torch.Tensor, states: torch.Tensor, lift: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     largest = p.double().reshape(64, -1, 4, 2).sum((1, 3)).amax(1) / 2.0**lift
-    grown = torch.where(largest > 2.0**most, torch.where(largest > 2.0 ** (110 - lift), torch.inf, largest), 1.0)[
+    grown = torch.where(largest > 2.0**most, torch.where(largest > 2.0 ** (125 - lift), torch.inf, largest), 1.0)[
         :, None
     ]
     return torch.where(grown == 1.0, p.double(), p.double() / grown), torch.stack(

@@ -8,14 +8,15 @@ to the row's maximum. A key that outweighs all others then has the weight 1. A w
 
 How far lse may err: where a row outgrows its maximum, the exponent of its weight is one float32 multiply-add, whose result is below 128. Its
 rounding is at most 2^-18, or 2.7e-6 nats. The whole part of the log2 is added to the maximum by itself, which adds no such error.
-Beyond VAST a sum may overflow: the row's maximum becomes infinite. A row whose first keys' scores are all -inf has no maximum when others come. Both
-are found at the end of the tile, which is redone with row maxima in every step (`device.tile_redo`).
+A row whose sum exceeds 2^VAST in a step gets an infinite maximum, because the sum or its reciprocal may not be a normal float32. A row whose first
+keys' scores are all -inf has no maximum when others come. Both are found at the end of the tile, which is redone with row maxima in every step
+(`device.tile_redo`).
 """
 
 from ..device.dialect import gl, gluon, record
 from ..device.layouts import by_four, from_four
 
-VAST: gl.constexpr = gl.constexpr(110)  # log2: 2^110 times the keys of a lane, and a lift, stay below 2^127
+VAST: gl.constexpr = gl.constexpr(125)  # log2: the reciprocal of 2^125 is a normal number, which rcp.approx.ftz keeps
 
 
 @record
