@@ -9,18 +9,27 @@ H200 that was correct in the simulator (Triton 3.6.0, `_find_carries`).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from triton.language.core import base_value, constexpr
 
+from .machine import Machine
 from .report import place_text
 
-if TYPE_CHECKING:
-    from .loops import Branches
-    from .machine import Machine
-
 _running: dict[FrameType, list[Carried]] = {}  # loops that run in a frame, the outermost first
+
+
+class Branch:
+    """An `if` statement of a kernel. `runtime` becomes true when its condition is a tensor."""
+
+    __slots__ = ("runtime",)
+
+    def __init__(self) -> None:
+        self.runtime = False
+
+
+Branches = Mapping[str, Sequence[Branch]]  # name -> the branches of a loop's body that assign it
 
 
 class Carried:

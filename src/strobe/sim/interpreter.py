@@ -27,7 +27,8 @@ from triton.language.core import _unwrap_if_constexpr as unwrapped
 from triton.language.core import base_value, constexpr
 from triton.runtime.jit import BoundConstexprFunction, ConstexprFunction, JITFunction
 
-from .loops import Branch, Branches, Loop
+from .carried import Branch, Branches
+from .loops import Loop
 from .machine import KERNEL_CODE
 from .translate import signature, translated
 from .values import Diverged, Value, tensor, unsigned

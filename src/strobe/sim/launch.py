@@ -26,11 +26,10 @@ from .builder import Builder
 from .checks import USUAL, Checks
 from .interpreter import Interpreter
 from .layouts import Layouts
-from .loops import MAX_ITERATIONS
 from .machine import MODES, Machine
 from .memory import Memory
 from .names import names_when_asked
-from .options import SHARED_KIB
+from .options import MAX_ITERATIONS, SHARED_KIB
 from .report import Report, Reports, SimulationFault, Stop
 from .semantics import Gluon, Triton, quiet
 from .timeline import Event, save

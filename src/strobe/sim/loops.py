@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from triton import language as tl
 
-from .carried import Carried
+from .carried import Branches, Carried
+from .machine import Machine
 from .report import Stop, place_text
 
-if TYPE_CHECKING:
-    from .machine import Machine
-
-MAX_ITERATIONS = 100_000  # of one loop; more are reported as a loop without end
 _PATIENCE = 1000  # iterations after which the other partitions get a turn
-
-
-class Branch:
-    """An `if` statement of a kernel. `runtime` becomes true when its condition is a tensor."""
-
-    __slots__ = ("runtime",)
-
-    def __init__(self) -> None:
-        self.runtime = False
-
-
-Branches = Mapping[str, Sequence[Branch]]  # name -> the branches of a loop's body that assign it
 
 
 class Loop:

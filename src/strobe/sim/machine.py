@@ -19,8 +19,8 @@ import numpy as np
 
 from .agents import Barrier, Cluster, Cta, NamedBarrier, Operation, Partition, Stream
 from .checks import USUAL, Checks
-from .loops import MAX_ITERATIONS
 from .memory import Access, Actor, Clock, Granules, Memory, merge
+from .options import MAX_ITERATIONS
 from .options import MODES as MODES
 from .report import Place, Reports, Stop, place_text
 from .timeline import Event

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+MAX_ITERATIONS = 100_000  # of one loop of a kernel; more are reported as a loop without end
 MODES = ("eager", "lazy", "random", "pct", "timed")
 SHARED_KIB = {
     80: 163,
@@ -57,9 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--max-iterations",
         type=_positive,
-        default=100_000,
+        default=MAX_ITERATIONS,
         metavar="N",
-        help="report a loop that runs for more iterations (default 100,000)",
+        help=f"report a loop that runs for more iterations (default {MAX_ITERATIONS:,})",
     )
     made.add_argument("--grid", type=_grid, default=(1,), metavar="X[,Y[,Z]]", help="grid of a kernel")
     made.add_argument("--num-warps", type=_positive, default=4, metavar="N", help="warps of a kernel (default 4)")

@@ -20,7 +20,7 @@ from triton.compiler.code_generator import CodeGenerator
 from triton.language.core import constexpr
 from triton.runtime.jit import JITCallable
 
-from .loops import Branch
+from .carried import Branch
 from .machine import KERNEL_CODE
 
 INTERPRETER = "$"  # not an identifier, so no kernel can use it
