@@ -156,8 +156,8 @@ PORTABLE = (
     Mutant(
         "dk of one head of the group (portable)",
         f"{GRADIENTS}:dk_dv_of_keys",
-        "kv_head * traits.group + member",
-        "kv_head * traits.group",
+        "head_of_group(base, kv_head * traits.group + member,",
+        "head_of_group(base, kv_head * traits.group,",
         light("decode_63"),
         (),
     ),

@@ -24,7 +24,7 @@ from strobe.problem.target import FAKES
 from strobe.testing.decode import DECODES, assert_decode_as_good_as
 from tests.decoding import judged, on, wide_sums
 from tests.ops import test_append, test_decode, test_decode_bits
-from tests.reliability.seeding import HERE, KERNEL, Check, Mutant, runs
+from tests.reliability.seeding import HERE, KERNEL, Check, Mutant, runs, seeded
 from tests.reliability.test_mutants import score, told
 
 
@@ -364,6 +364,13 @@ PORTABLE = (
 @pytest.mark.parametrize("mutant", CPU, ids=lambda mutant: mutant.name)
 def test_a_seeded_fault_is_noticed(mutant, record_property):
     told(score((mutant,)), record_property)
+
+
+def test_every_fault_of_the_portable_kernels_fits_its_source():
+    pytest.importorskip("triton")
+    for mutant in PORTABLE:
+        with seeded(mutant):
+            pass
 
 
 @pytest.mark.nightly

@@ -499,6 +499,14 @@ def test_the_ledger_is_wide_and_its_names_are_distinct():
     assert len(names) >= 60 and len(set(names)) == len(names)
 
 
+def test_every_fault_of_the_portable_kernels_fits_its_source():
+    """A change of the source that a fault no longer fits shows on every commit; the faults themselves run nightly."""
+    pytest.importorskip("triton")
+    for mutant in PORTABLE:
+        with seeded(mutant):
+            pass
+
+
 def test_a_mutant_that_does_not_fit_the_source_is_refused():
     with pytest.raises(AssertionError, match="is not once in"), seeded(CPU[0]._replace(old="what nobody wrote")):
         pass
