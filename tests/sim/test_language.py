@@ -427,12 +427,7 @@ def other_rounding(x):
     tl.store(x, tl.full((), 1.0, tl.float32).to(tl.float16, fp_downcast_rounding="rtz"))
 
 
-@triton.jit
-def block_pointer(x):
-    tl.store(x, tl.load(tl.make_block_ptr(x, (8,), (1,), (0,), (8,), (0,))))
-
-
-UNKNOWN = {unknown_operation: "vote", other_rounding: "rounding", block_pointer: "make_block_ptr"}
+UNKNOWN = {unknown_operation: "vote", other_rounding: "rounding"}
 
 
 @pytest.mark.parametrize("kernel, words", UNKNOWN.items(), ids=[kernel.fn.__name__ for kernel in UNKNOWN])

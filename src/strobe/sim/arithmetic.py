@@ -12,10 +12,11 @@ import torch
 from numpy.typing import ArrayLike
 from triton._C.libtriton import ir
 
-from . import ptx
+from . import libdevice, ptx
 from .layouts import Layouts
 from .machine import Machine
 from .report import place_text
+from .storages import adopt
 from .values import (
     COMPUTED,
     STORED,
@@ -101,12 +102,15 @@ class Arithmetic:
         return Value(_scalar(data), ty.elem, a.layout)
 
     def create_bitcast(self, a: Value, ty: Type) -> Value:
+        if is_pointer(ty.elem) and not is_pointer(a.elem):
+            return self.create_int_to_ptr(a, ty)
         if is_pointer(ty.elem) or is_pointer(a.elem):
             return Value(a.data, ty.elem, a.layout)
         bits = np.ascontiguousarray(to_bits(a.data, a.elem)).view(STORED[ty.elem]).reshape(np.shape(a.data))
         return Value(_scalar(from_bits(bits, ty.elem)), ty.elem, a.layout)
 
     def create_int_to_ptr(self, a: Value, ty: Type) -> Value:
+        adopt(self.machine, np.asarray(a.data, np.int64))
         return Value(_scalar(np.asarray(a.data).astype(np.int64)), ty.elem, a.layout)
 
     def create_ptr_to_int(self, a: Value, ty: Type) -> Value:
@@ -173,6 +177,8 @@ class Arithmetic:
 
     def create_select(self, condition: Value, a: Value, b: Value) -> Value:
         self.spend_math(condition)
+        if is_pointer(a.elem):
+            self.machine.loaded_pointers = True
         return Value(_scalar(np.where(condition.data, a.data, b.data)), a.elem, a.layout or condition.layout)
 
     def create_fma(self, a: Value, b: Value, c: Value) -> Value:
@@ -216,7 +222,9 @@ class Arithmetic:
     def create_extern_elementwise(
         self, library: str, path: str, symbol: str, arguments: list[Value], ty: Type, pure: bool
     ) -> Value:
-        raise NotImplementedError(f"external function {symbol} of {library} is not supported by the simulator")
+        self.spend_math(arguments[0], _EXP_LANES)
+        data = libdevice.call(symbol, [np.asarray(a.data) for a in arguments], np.dtype(COMPUTED[ty.elem]))
+        return Value(_scalar(data), ty.elem, arguments[0].layout)
 
 
 def _put(values: np.ndarray, places: np.ndarray, shape: tuple) -> np.ndarray:

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from .arithmetic import Arithmetic
+from .block_pointers import BlockPointers
 from .clusters import Clusters
 from .layouts import Layouts
 from .machine import Machine
 from .pointers import Pointers
 from .report import place_text
+from .scaled import ScaledProducts
 from .shared import SharedMemory
 from .tensor_core import TensorCores
 from .values import BYTES, COMPUTED, Type, Value, computed_type, rounded, unsigned
@@ -27,7 +29,7 @@ ONLY_ON = {
 }
 
 
-class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
+class Builder(Arithmetic, Pointers, BlockPointers, SharedMemory, Clusters, TensorCores, ScaledProducts):
     def __init__(self, machine: Machine, options: object, layouts: Layouts, capability: int):
         self.machine, self.options, self.layouts, self.capability = machine, options, layouts, capability
         self.codegen_fns = {"min_dot_size": lambda a, b: (1, 1, 1)}
@@ -60,7 +62,10 @@ class Builder(Arithmetic, Pointers, SharedMemory, Clusters, TensorCores):
             return getattr(self.layouts.attributes, name)
         if name.startswith("get_") and name.endswith("_attr"):
             return getattr(self.layouts.builder, name)
-        raise NotImplementedError(f"the simulator does not know the operation {name.removeprefix('create_')}")
+        if name.startswith("create_"):
+            where = place_text(self.machine.place())
+            raise NotImplementedError(f"the simulator does not know the operation {name[len('create_') :]}, at {where}")
+        raise AttributeError(name)
 
     # ---- source locations: the translated code carries them
 

@@ -131,8 +131,8 @@ class Clusters:
                 "ld.shared at an address from mapa; use ld.shared::cluster",
             )
         for _, found in self._shared(address, mask, np.dtype(dtype).itemsize, "ld.shared"):
-            self._record(found, False, "ld.shared")
-            bits[found.live] = self._fetch(found, dtype, 0)[found.live]
+            self._record([found], False, "ld.shared")
+            bits[found.live] = self._fetch([found], found.offsets.shape, dtype, 0)[found.live]
         return bits
 
     # ---- mbarriers by address, and the transfers that complete on them
@@ -212,7 +212,7 @@ class Clusters:
 
         def land() -> None:
             for i, value in enumerate(whole):
-                self._put(Found(found.memory, found.offsets + i * size, found.live, size), value, value.dtype)
+                self._put([Found(found.memory, found.offsets + i * size, found.live, size)], value, value.dtype)
             machine.complete_bytes(barrier, found.size * len(offsets), released_clock, phase, operation)
 
         operation.land = land

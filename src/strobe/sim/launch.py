@@ -32,6 +32,7 @@ from .names import names_when_asked
 from .options import MAX_ITERATIONS, SHARED_KIB
 from .report import Report, Reports, SimulationFault, Stop
 from .semantics import Gluon, Triton, quiet
+from .storages import adopt, register
 from .timeline import Event, save
 from .translate import translated
 from .values import STORED, Descriptor, Value, wraps
@@ -223,7 +224,7 @@ class _Launch:
         layouts = _LAYOUTS.get(key) or _LAYOUTS.setdefault(key, Layouts(*key))
         self.builder = Builder(self.machine, parsed, layouts, self.capability)
         self.semantic: Any = (Gluon if self.fn.is_gluon() else Triton)(self.builder)
-        self.machine.storages = []
+        self.machine.storages, self.machine.loaded_pointers = [], False
         values = [
             self._argument(parameter.name, bound.arguments[parameter.name], parameter) for parameter in self.fn.params
         ]
@@ -237,34 +238,13 @@ class _Launch:
 
     # ---- arguments
 
-    def _storage(self, name: str, tensor: torch.Tensor) -> Memory:
-        if tensor.device.type != "cpu":
-            raise TypeError(
-                f"{name}: got a tensor on {tensor.device}, expected one on the CPU: the simulator reads its memory "
-                "directly"
-            )
-        storage = tensor.untyped_storage()
-        raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        for memory in self.machine.storages:
-            if memory.base == storage.data_ptr() and len(memory.raw) == len(raw):
-                memory.granule = min(memory.granule, tensor.element_size())
-                return memory
-        memory = Memory(name, "global", raw, tensor.element_size(), initialised=True)
-        self.machine.storages.append(memory)
-        return memory
-
     def _argument(self, name: str, value: object, parameter: KernelParam | None = None) -> Any:
         if parameter is not None and parameter.is_constexpr:
             return value if isinstance(value, constexpr) else constexpr(value)
         if isinstance(value, (GluonDescriptor, TensorDescriptor)):
             return self._descriptor(name, value)
-        if isinstance(value, torch.Tensor):
-            if value.numel():
-                self._storage(name, value)
-            elem = _dtype(value.dtype)
-            return tl.tensor(
-                Value(np.int64(value.data_ptr()), "*" + elem.to_ir(self.builder).elem), tl.pointer_type(elem)
-            )
+        if hasattr(value, "data_ptr"):
+            return self._pointer(name, value)
         if isinstance(value, bool):
             return self.semantic.to_tensor(value)
         if isinstance(value, (int, float)):
@@ -274,6 +254,16 @@ class _Launch:
             items = [self._argument(f"{name}.{i}", item) for i, item in enumerate(value)]
             return tl.tuple(items, tl.tuple_type([item.type for item in items], getattr(type(value), "_fields", None)))
         return constexpr(value)
+
+    def _pointer(self, name: str, value: Any) -> base_value:
+        """A tensor, or any object with `data_ptr()` and `dtype`, such as what triton.reinterpret returns."""
+        elem, address = _dtype(value.dtype), value.data_ptr()
+        tensor = value if isinstance(value, torch.Tensor) else getattr(value, "base", None)
+        if not isinstance(tensor, torch.Tensor):
+            adopt(self.machine, np.asarray(address))
+        elif tensor.numel():
+            register(self.machine, name, tensor)
+        return tl.tensor(Value(np.int64(address), "*" + elem.to_ir(self.builder).elem), tl.pointer_type(elem))
 
     def _number(self, value: int | float, parameter: KernelParam | None) -> base_value:
         """A number as the launcher passes it: by the parameter's annotation if there is one, else the first of int32,
@@ -299,7 +289,7 @@ class _Launch:
             )
 
     def _descriptor(self, name: str, host: GluonDescriptor | TensorDescriptor) -> base_value:
-        memory = self._storage(name, host.base)
+        memory = register(self.machine, name, host.base)
         elem = _dtype(host.base.dtype)
         ir_elem = elem.to_ir(self.builder).elem
         address, block = host.base.data_ptr(), list(host.block_shape)
@@ -326,7 +316,9 @@ class _Launch:
         return self.builder.descriptor(address, shape, strides, block, elem, nan)
 
 
-def _dtype(dtype: torch.dtype) -> tl.dtype:
+def _dtype(dtype: torch.dtype | tl.dtype) -> tl.dtype:
+    if isinstance(dtype, tl.dtype):
+        return dtype
     found = _DTYPES.get(dtype) or getattr(tl, str(dtype).removeprefix("torch."), None)
     if found is None:
         raise TypeError(f"tensor argument of dtype {dtype}: Triton has no such type")

@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike
 from .machine import Machine
 from .memory import Actor, Memory
 from .report import place_text
+from .storages import adopt
 from .values import (
     BYTES,
     COMPUTED,
@@ -45,12 +46,20 @@ class Operator(Protocol):
 
 
 class Found:
-    """The addresses of one access: their storage, the byte offsets into it, and which of them are active."""
+    """The addresses of one access that lie in one storage: byte offsets into it, and which of them are active."""
 
     __slots__ = ("live", "memory", "offsets", "size")
 
-    def __init__(self, memory: Memory | None, offsets: np.ndarray, live: np.ndarray, size: int):
+    def __init__(self, memory: Memory, offsets: np.ndarray, live: np.ndarray, size: int):
         self.memory, self.offsets, self.live, self.size = memory, offsets, live, size
+
+    @property
+    def active(self) -> np.ndarray:
+        return self.offsets[self.live]
+
+    def view(self, dtype: DTypeLike) -> np.ndarray:
+        """The storage as elements of the access's size."""
+        return self.memory.raw[: len(self.memory.raw) // self.size * self.size].view(dtype)
 
 
 class Pointers:
@@ -62,80 +71,93 @@ class Pointers:
 
     # ---- from an address to its storage
 
-    def _find(self, addresses: np.ndarray, mask: np.ndarray | None, size: int, what: str) -> Found:
-        """Locate the active addresses. Addresses outside every argument are reported and dropped."""
+    def _find(self, addresses: np.ndarray, mask: np.ndarray | None, size: int, what: str) -> list[Found]:
+        """Locate the active addresses, by storage. Addresses outside every argument are reported and dropped."""
         live = (
             np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(np.asarray(mask, bool), addresses.shape)
         )
         used = addresses[live]
         if used.size == 0:
-            return Found(None, addresses, live, size)
+            return []
         low, high = int(used.min()), int(used.max())
         for memory in self.machine.storages:
             if memory.base <= low and high + size <= memory.end:
-                return Found(memory, addresses - memory.base, live, size)
+                return [Found(memory, addresses - memory.base, live, size)]
+        if self.machine.loaded_pointers:
+            return self._scattered(addresses, live, size, what)
         home = next((m for m in self.machine.storages if m.base <= int(used[0]) < m.end), None) or self._nearest(low)
         outside = live & ((addresses < home.base) | (addresses + size > home.end))
+        self._outside(home, addresses[outside], used.size, what)
+        return [Found(home, addresses - home.base, live & ~outside, size)]
+
+    def _scattered(self, addresses: np.ndarray, live: np.ndarray, size: int, what: str) -> list[Found]:
+        """Pointers that were loaded or selected may point into several storages at once."""
+        parts, missing = [], live
+        for memory in self.machine.storages:
+            inside = missing & (addresses >= memory.base) & (addresses + size <= memory.end)
+            if inside.any():
+                parts.append(Found(memory, addresses - memory.base, inside, size))
+                missing = missing & ~inside
+        if missing.any():
+            outside = addresses[missing]
+            self._outside(self._nearest(int(outside[0])), outside, int(live.sum()), what)
+        return parts
+
+    def _outside(self, home: Memory, outside: np.ndarray, total: int, what: str) -> None:
         place = self.machine.place()
-        before, after = int((addresses[outside] < home.base).sum()), int((addresses[outside] >= home.base).sum())
+        before, after = int((outside < home.base).sum()), int((outside >= home.base).sum())
         self.machine.report(
             "bounds",
             f"global {what} leaves {home.name} ({before} elements before its start, {after} past its end, "
-            f"of {used.size}), at {place_text(place)}",
+            f"of {total}), at {place_text(place)}",
             place,
             (what, place),
         )
-        return Found(home, addresses - home.base, live & ~outside, size)
 
     def _nearest(self, address: int) -> Memory:
         return min(self.machine.storages, key=lambda m: min(abs(address - m.base), abs(address - m.end)))
 
-    def _record(self, found: Found, write: bool, what: str, proxy: str = "generic", adds: bool = False) -> None:
+    def _record(self, parts: list[Found], write: bool, what: str, proxy: str = "generic", adds: bool = False) -> None:
         machine, p = self.machine, self.machine.current
-        if found.memory is None:
-            return
-        offsets, place = found.offsets[found.live], machine.place()
-        mask = found.memory.mask_at(offsets, found.size)
-        machine.access(found.memory, mask, write, Actor(p.agent, p.clock, p.vector_clock, proxy, what, place, adds))
-        if adds and machine.checks.atomic_order and len(np.unique(offsets)) < offsets.size:
-            machine.report(
-                "order",
-                f"on {found.memory.name}: {what} by {p.name} at {place_text(place)} adds several elements "
-                "to one place; their order is not fixed: the sum of floating-point numbers differs from run to run",
-                place,
-            )
+        for found in parts:
+            offsets, place = found.active, machine.place()
+            mask = found.memory.mask_at(offsets, found.size)
+            machine.access(found.memory, mask, write, Actor(p.agent, p.clock, p.vector_clock, proxy, what, place, adds))
+            if adds and machine.checks.atomic_order and len(np.unique(offsets)) < offsets.size:
+                machine.report(
+                    "order",
+                    f"on {found.memory.name}: {what} by {p.name} at {place_text(place)} adds several elements "
+                    "to one place; their order is not fixed: the sum of floating-point numbers differs from run to run",
+                    place,
+                )
 
-    def _synchronise(self, found: Found, order: str, reads: bool, writes: bool) -> None:
-        if found.memory is not None:
-            self.machine.synchronise(found.memory, found.offsets[found.live], order, reads, writes)
+    def _synchronise(self, parts: list[Found], order: str, reads: bool, writes: bool) -> None:
+        for found in parts:
+            self.machine.synchronise(found.memory, found.active, order, reads, writes)
 
-    def _fetch(self, found: Found, dtype: DTypeLike, fill: Any) -> np.ndarray:
-        out = np.empty(found.offsets.shape, dtype)
+    def _fetch(self, parts: list[Found], shape: tuple[int, ...], dtype: DTypeLike, fill: Any) -> np.ndarray:
+        out = np.empty(shape, dtype)
         out[...] = fill
-        if found.memory is not None:
-            offsets = found.offsets[found.live]
-            view = found.memory.raw[: len(found.memory.raw) // found.size * found.size].view(dtype)
+        for found in parts:
+            offsets = found.active
             if offsets.size and np.any(offsets % found.size):
                 out[found.live] = _unaligned(found.memory.raw, offsets, found.size).view(dtype)
             else:
-                out[found.live] = view[offsets // found.size]
+                out[found.live] = found.view(dtype)[offsets // found.size]
         return out
 
-    def _put(self, found: Found, bits: Any, dtype: DTypeLike) -> None:
-        if found.memory is None:
-            return
-        self.machine.progress += 1
-        offsets = found.offsets[found.live]
-        values = np.broadcast_to(np.asarray(bits, dtype), found.offsets.shape)[found.live]
-        if np.any(offsets % found.size):
-            for byte in range(found.size):
-                found.memory.raw[offsets + byte] = (
-                    np.ascontiguousarray(values).view(np.uint8).reshape(-1, found.size)[:, byte]
-                )
-        else:
-            found.memory.raw[: len(found.memory.raw) // found.size * found.size].view(dtype)[offsets // found.size] = (
-                values
-            )
+    def _put(self, parts: list[Found], bits: Any, dtype: DTypeLike) -> None:
+        for found in parts:
+            self.machine.progress += 1
+            offsets = found.active
+            values = np.broadcast_to(np.asarray(bits, dtype), found.offsets.shape)[found.live]
+            if np.any(offsets % found.size):
+                for byte in range(found.size):
+                    found.memory.raw[offsets + byte] = (
+                        np.ascontiguousarray(values).view(np.uint8).reshape(-1, found.size)[:, byte]
+                    )
+            else:
+                found.view(dtype)[offsets // found.size] = values
 
     # ---- loads and stores
 
@@ -157,11 +179,13 @@ class Pointers:
         found = self._find(addresses, None if mask is None else mask.data, np.dtype(stored).itemsize, "load")
         self._record(found, False, "volatile load" if volatile else "load", "atomic" if volatile else "generic")
         fill = to_bits(other.data, elem) if isinstance(other, Value) else 0
-        bits = self._fetch(found, stored, fill)
+        bits = self._fetch(found, addresses.shape, stored, fill)
         if volatile:
             self.machine.poll(("load", int(addresses.reshape(-1)[0]), bits.tobytes()))
             self._synchronise(found, "relaxed", reads=True, writes=False)
-            bits = self._fetch(found, stored, fill)
+            bits = self._fetch(found, addresses.shape, stored, fill)
+        if is_pointer(elem):
+            adopt(self.machine, bits)
         data = bits if is_pointer(elem) else from_bits(bits, elem)
         return Value(data if data.ndim else data[()], elem, p.layout)
 
@@ -179,32 +203,39 @@ class Pointers:
     def create_atomic_rmw(
         self, op: Operator, p: Value, value: Value, mask: Value | None, sem: Operator, scope: object
     ) -> Value:
-        elem = p.elem[1:]
-        order = _ORDERS[sem.name]
-        found = self._find(np.asarray(p.data, np.int64), None if mask is None else mask.data, BYTES[elem], "atomic")
-        old = self._atomic(found, elem, op.name, value.data, order)
+        elem, addresses = p.elem[1:], np.asarray(p.data, np.int64)
+        found = self._find(addresses, None if mask is None else mask.data, BYTES[elem], "atomic")
+        old = self._atomic(found, addresses, elem, op.name, value.data, _ORDERS[sem.name])
         return Value(old if old.ndim else old[()], elem, p.layout)
 
     def create_atomic_cas(self, p: Value, expected: Value, value: Value, sem: Operator, scope: object) -> Value:
-        elem = p.elem[1:]
-        found = self._find(np.asarray(p.data, np.int64), None, BYTES[elem], "atomic")
-        old = self._atomic(found, elem, "CAS", value.data, _ORDERS[sem.name], expected.data)
+        elem, addresses = p.elem[1:], np.asarray(p.data, np.int64)
+        found = self._find(addresses, None, BYTES[elem], "atomic")
+        old = self._atomic(found, addresses, elem, "CAS", value.data, _ORDERS[sem.name], expected.data)
         return Value(old if old.ndim else old[()], elem, p.layout)
 
-    def _atomic(self, found: Found, elem: str, op: str, operand: object, order: str, expected: Any = 0) -> np.ndarray:
+    def _atomic(
+        self,
+        parts: list[Found],
+        addresses: np.ndarray,
+        elem: str,
+        op: str,
+        operand: object,
+        order: str,
+        expected: Any = 0,
+    ) -> np.ndarray:
         """One read-modify-write per element, in element order. Returns the old values. CAS compares with `expected`."""
-        stored, operand = STORED[elem], np.broadcast_to(np.asarray(operand), found.offsets.shape)
-        expected = np.broadcast_to(to_bits(expected, elem), found.offsets.shape)
-        address = (found.memory.base if found.memory else 0) + int(found.offsets.reshape(-1)[0])
-        self._record(found, True, "atomic", "atomic", sums(op, elem))
+        stored, operand = STORED[elem], np.broadcast_to(np.asarray(operand), addresses.shape)
+        expected = np.broadcast_to(to_bits(expected, elem), addresses.shape)
+        self._record(parts, True, "atomic", "atomic", sums(op, elem))
         apply = _ATOMIC["XCHG" if op == "CAS" else op]
         self.machine.preempt()
-        old = self._fetch(found, stored, 0)
+        old = self._fetch(parts, addresses.shape, stored, 0)
         changed = False
-        for position in np.argwhere(found.live).tolist() if found.memory is not None else ():
-            position = tuple(position)
-            one = Found(found.memory, found.offsets[position].reshape(1), np.ones(1, bool), found.size)
-            before = self._fetch(one, stored, 0)
+        everywhere = [(part, tuple(index)) for part in parts for index in np.argwhere(part.live).tolist()]
+        for found, position in everywhere:
+            only = [Found(found.memory, found.offsets[position].reshape(1), np.ones(1, bool), found.size)]
+            before = self._fetch(only, (1,), stored, 0)
             old[position] = before[0]
             left, right = from_bits(before, elem), np.asarray(operand[position], COMPUTED[elem])
             if op in _UNSIGNED:
@@ -212,10 +243,10 @@ class Pointers:
             after = to_bits(np.asarray(apply(left, right)).astype(COMPUTED[elem]), elem)
             if np.any(after != before) and (op != "CAS" or before[0] == expected[position]):
                 changed = True
-                self._put(one, after, stored)
-        self._synchronise(found, order, reads=True, writes=True)
+                self._put(only, after, stored)
+        self._synchronise(parts, order, reads=True, writes=True)
         if not changed:
-            self.machine.poll(("atomic", address, old.tobytes()))
+            self.machine.poll(("atomic", int(addresses.reshape(-1)[0]), old.tobytes()))
         return from_bits(old, elem)
 
     # ---- global memory operations of inline PTX (called by strobe.sim.ptx)
@@ -225,10 +256,10 @@ class Pointers:
         found = self._find(address, mask, np.dtype(dtype).itemsize, "load")
         self._record(found, False, f"{order} load", "generic" if order == "weak" else "atomic")
         if order != "weak":
-            seen = self._fetch(found, dtype, 0)
+            seen = self._fetch(found, address.shape, dtype, 0)
             self.machine.poll(("load", int(address.reshape(-1)[0]), seen.tobytes()))
             self._synchronise(found, order, reads=True, writes=False)
-        return self._fetch(found, dtype, 0)
+        return self._fetch(found, address.shape, dtype, 0)
 
     def store(self, address: np.ndarray, value: np.ndarray, mask: np.ndarray | None, order: str) -> None:
         found = self._find(np.asarray(address).astype(np.int64), mask, value.dtype.itemsize, "store")
@@ -256,20 +287,18 @@ class Pointers:
         expected, values = (from_bits(data.view(STORED[elem]), elem) for data in (operands[0], operands[-1]))
         if name == "ADD" and not returns and order == "relaxed" and dtype.kind != "V":
             return self._bulk_add(found, values, elem)
-        old = self._atomic(found, elem, name, values, order, expected)
+        old = self._atomic(found, address, elem, name, values, order, expected)
         return to_bits(old, elem).view(dtype) if returns else None
 
-    def _bulk_add(self, found: Found, values: np.ndarray, elem: str) -> None:
+    def _bulk_add(self, parts: list[Found], values: np.ndarray, elem: str) -> None:
         """red.add on many elements at once."""
-        self._record(found, True, "red.add", "atomic", sums("ADD", elem))
+        self._record(parts, True, "red.add", "atomic", sums("ADD", elem))
         self.machine.preempt()
-        if found.memory is not None:
-            view = found.memory.raw[: len(found.memory.raw) // found.size * found.size].view(values.dtype)
-            np.add.at(
-                view, found.offsets[found.live] // found.size, np.broadcast_to(values, found.offsets.shape)[found.live]
-            )
+        for found in parts:
+            added = np.broadcast_to(values, found.offsets.shape)[found.live]
+            np.add.at(found.view(values.dtype), found.active // found.size, added)
             self.machine.progress += 1
-        self._synchronise(found, "relaxed", reads=True, writes=True)
+        self._synchronise(parts, "relaxed", reads=True, writes=True)
 
     # ---- descriptors (tl.make_tensor_descriptor, and the host's TensorDescriptor in a plain Triton kernel)
 
@@ -361,6 +390,16 @@ class Pointers:
     def create_descriptor_load(self, desc: Descriptor, corner: list[Value], *_: object) -> Value:
         at, _, _ = self._block_access(desc, corner, False, "descriptor load")
         return Value(from_bits(desc.fetch(at, desc.block), desc.elem), desc.elem)
+
+    def create_descriptor_gather(self, desc: Descriptor, rows: Value, column: Value, ty: Type) -> Value:
+        """One block of a single row for each of `rows`, all from `column` on."""
+        corners = [[Value(np.int32(row), "i32"), column] for row in np.asarray(rows.data).tolist()]
+        found = [self.create_descriptor_load(desc, corner) for corner in corners]
+        return Value(np.concatenate([one.data for one in found]), desc.elem, ty.layout)
+
+    def create_descriptor_scatter(self, desc: Descriptor, value: Value, rows: Value, column: Value) -> None:
+        for row, part in zip(np.asarray(rows.data).tolist(), np.asarray(value.data), strict=True):
+            self.create_descriptor_store(desc, Value(part[None], value.elem), [Value(np.int32(row), "i32"), column])
 
     def create_descriptor_store(self, desc: Descriptor, value: Value, corner: list[Value]) -> None:
         _, source, target = self._block_access(desc, corner, True, "descriptor store")

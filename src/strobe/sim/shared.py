@@ -41,7 +41,7 @@ Where = Window | OutOfRange
 class SharedMemory:
     machine: Machine
     layouts: Layouts
-    _find: Callable[..., Found]
+    _find: Callable[..., list[Found]]
     _fetch: Callable[..., np.ndarray]
     _record: Callable[..., None]
     check_corner: Callable[..., None]
@@ -383,7 +383,7 @@ class SharedMemory:
             "cp.async",
         )
         self._record(found, False, what)
-        bits = self._fetch(found, target.view.dtype, 0)
+        bits = self._fetch(found, np.shape(pointer.data), target.view.dtype, 0)
         _poison(target)
         p.open_copies.append(lambda: target.view.__setitem__(..., bits))
 

@@ -18,6 +18,8 @@ from typing import Any, TypeGuard
 from triton import language as tl
 from triton.compiler.code_generator import CodeGenerator
 from triton.language.core import constexpr
+from triton.language.extra import libdevice as _libdevice
+from triton.language.extra.cuda import libdevice as _cuda_libdevice
 from triton.runtime.jit import JITCallable
 
 from .carried import Branch
@@ -91,7 +93,8 @@ def _arguments(definition: ast.FunctionDef) -> list[ast.arg]:
 
 class Translator(ast.NodeTransformer):
     def __init__(self, fn: JITCallable, scope: dict[str, object], local: set[str]):
-        self.fn, self.scope, self.local = fn, scope, local
+        self.fn, self.local = fn, local
+        self.scope = {name: _of_the_target(value) for name, value in scope.items()}
         self.namespace: dict[str, Any] = {"__builtins__": {}}
         self.loops: list[dict[str, list[Branch]]] = []  # loops around the statement: name -> branches that assign it
 
@@ -231,7 +234,7 @@ class Translator(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         module = self._module(node.value)
         if module is not None and hasattr(module, node.attr):
-            return self.constant(getattr(module, node.attr), node)
+            return self.constant(_of_the_target(getattr(module, node.attr)), node)
         return self.ask(node, "attribute", self.visit(node.value), ast.Constant(node.attr))
 
     def _module(self, node: ast.expr) -> ModuleType | None:
@@ -244,7 +247,7 @@ class Translator(ast.NodeTransformer):
         if isinstance(node, ast.Name) and node.id not in self.local:
             return self.scope.get(node.id)
         if isinstance(node, ast.Attribute) and (owner := self._object(node.value)) is not None:
-            return getattr(owner, node.attr, None)
+            return _of_the_target(getattr(owner, node.attr, None))
         return None
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
@@ -354,6 +357,15 @@ class Translator(ast.NodeTransformer):
 
     def visit_Pass(self, node: ast.Pass) -> ast.stmt:
         return node
+
+
+def _of_the_target(value: object) -> object:
+    """The CUDA library's module or function in place of the placeholder that is the same for all targets."""
+    if value is _libdevice:
+        return _cuda_libdevice
+    if getattr(value, "__module__", None) == _libdevice.__name__:
+        return getattr(_cuda_libdevice, getattr(value, "__name__", ""))
+    return value
 
 
 def _is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
