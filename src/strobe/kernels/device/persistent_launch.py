@@ -77,7 +77,7 @@ def run(
     key: tuple = (call.left, call.right, out.stride())
     addressed = (call.q, call.k, call.v, out, *pointers)
     if read:
-        key += tuple([(v.shape, v.dtype) if isinstance(v, Tensor) else (type(v), v) for v in read])
+        key += tuple([launcher.kind_of(value) for value in read])
         addressed += tuple([value for value in read if isinstance(value, Tensor)])
     launch = launcher.start(plan, key, addressed, lambda: described(plan, call, out, pointers))
     if out is not tensors.out:

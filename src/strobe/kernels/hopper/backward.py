@@ -47,14 +47,16 @@ A consumer holds everything transposed, keys in rows. P and dS may then be left 
 has (LSE, delta) is one value a column. A query that sees no key, or is none, has LSE +inf: its P is 0. TMA reads zeros
 behind the last row and column and writes nothing there. dK and dV of grouped heads are summed in registers.
 
-To add a feature: scores -> backward_mainloop.score_mod; which keys a query sees -> backward_mainloop.AttentionMask;
-which tiles of queries a tile of keys visits -> backward_scheduler.BlockInfo; how dQ leaves -> backward_store; a
-constant of the kernel -> traits.BackwardTraits; a scalar -> launch_backward.LaunchParams.
+To add a feature: scores -> device.backward_hooks.ScoreMods; their gradient -> backward_mainloop.score_gradient; which
+keys a query sees -> backward_mainloop.AttentionMask; which tiles of queries a tile of keys visits ->
+backward_scheduler.BlockInfo; how dQ leaves -> backward_store; a constant of the kernel -> traits.BackwardTraits; a
+scalar -> launch_backward.LaunchParams.
 
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its
 backward's dQ writer.
 """
 
+from ..device.backward_hooks import ScoreMods
 from ..device.dialect import (
     Value,
     fence_async_shared,
@@ -157,7 +159,9 @@ class Consumer:
         row: gl.constexpr = ROWS * self.index if traits.split_by_keys else 0
         # prologue
         work = pipes.work.receive(traits)
-        mask = self.mask_of(work, row)
+        mask, mods = self.mask_of(work, row), None
+        if traits.has_mods:
+            mods = self.mods_of(work, row)
         whole, has_others = None, None
         if traits.dq_written_directly:
             whole, has_others = work.whole_m_blocks(self.launch.window, traits), work.n_start > 0
@@ -168,7 +172,7 @@ class Consumer:
             dk, dv = KeyHalves(dk, dk), KeyHalves(dv, dv)
         mbarrier.wait(pipes.kv.kv_full.index(state.kv.index), state.kv.phase)
         # mainloop
-        result = self.mainloop(work, whole, has_others, mask, dk, dv, row, state)
+        result = self.mainloop(work, whole, has_others, mask, mods, dk, dv, row, state)
         # epilogue
         if traits.two_key_tiles:
             self.store_in_kv(result)
@@ -189,20 +193,27 @@ class Consumer:
         return AttentionMask(diagonal, num_keys, prefix, window)
 
     @gluon.jit
-    def mainloop(self, work, whole, has_others, mask, dk, dv, row: gl.constexpr, state):
+    def mods_of(self, work, row: gl.constexpr):
+        """What the call's functions get in this consumer's keys, for the work tile's first head and first queries."""
+        first_head = work.head_part * self.traits.heads_per_program
+        return ScoreMods(work.entry(self.traits), first_head, work.m_start, work.n_start + row, self.launch.hooks)
+
+    @gluon.jit
+    def mainloop(self, work, whole, has_others, mask, mods, dk, dv, row: gl.constexpr, state):
         traits: gl.constexpr = self.traits
         pipes, kv, index = self.pipes, self.pipes.kv, state.kv.index
         if traits.split_by_keys:
             keys = KeyTile.create(kv, index, rows_of(tile_now(kv.k, index, traits), row), traits)
             phase = state.work(traits).phase
             consumer = SplitKeysConsumer(
-                self.index, keys, pipes, phase, mask, work.rows, whole, has_others, self.launch, traits
+                self.index, keys, pipes, phase, mask, mods, work.rows, whole, has_others, self.launch, traits
             )
             end = consumer.mainloop(work.blocks, KeyGradients(dk, dv), state.q, state.ds)
             return MainloopResult(end.grads.dk, end.grads.dv, end.q, state.do, end.ds)
         elif self.index == 0:
             keys = KeyTile.create(kv, index, tile_now(kv.k, index, traits), traits)
-            end = SoftmaxConsumer(keys, pipes, mask, self.launch, traits).mainloop(work.blocks, dv, state.q, state.do)
+            consumer = SoftmaxConsumer(keys, pipes, mask, mods, self.launch, traits)
+            end = consumer.mainloop(work.blocks, dv, state.q, state.do)
             return MainloopResult(None, end.dv, end.q, end.do, state.ds)
         else:
             keys = KeyTile(kv.k, index, kv.v, index, None)

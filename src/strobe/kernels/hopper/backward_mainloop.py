@@ -282,25 +282,34 @@ class AttentionMask:
 
 @record
 class Weights:
-    """P [keys, queries] float32, and its derivative by the raw score: P, or P (1 - tanh^2) with a softcap."""
+    """P [keys, queries] float32, and its derivative by the raw score: P, or P (1 - tanh^2) with a softcap. With
+    score_mod_bwd, which `score_gradient` calls, the slope is P.
+    """
 
     p: gl.tensor
     slope: gl.tensor
+    s: Value  # the raw score, which score_mod_bwd gets in natural units; None without it
 
 
 @gluon.jit
-def softmax_p(s, lse, mask, m_block, row: gl.constexpr, softmax, traits: gl.constexpr):
+def softmax_p(s, lse, mask, mods, m_block, row: gl.constexpr, softmax, traits: gl.constexpr):
     """P = exp2(scale S - LSE) of the queries from `row` of an m_block on, with 0 where the mask hides a key. lse: their
-    buffer.
+    buffer. mods: ScoreMods of the tile, or None.
     """
     if not traits.lse_folded:
         lse_log2 = lse.load(gl.SliceLayout(0, s.type.layout))  # not sooner: 16 registers more would spill
-    s = score_mod(s, softmax, traits)
+    s = cap_scores(s, softmax, traits)
     mask = mask.of_queries(m_block, row, traits)
-    if traits.lse_folded:
+    if traits.score_mod is not None:
+        x = mods.modify(s * softmax.score_scale, traits) * softmax.scale_log2 - lse_log2[None, :]
+        # rows that are none, or see no key, whatever the function makes of them
+        x = gl.where((lse_log2 == float("inf"))[None, :], float("-inf"), x)
+    elif traits.lse_folded:
         x = s * softmax.scale_log2
     else:
         x = s * softmax.scale_log2 - lse_log2[None, :]
+    if traits.mask_mod is not None:
+        x = mods.mask(x, traits)
     # ptxas moves nothing over the branch in `apply_mask`. In front of the exponentials it left all of them behind the
     # wait for dP. Behind them they run under dP's product: d64 causal 1.03, d192 1.02 of the speed, d128 0.98 (H200)
     if traits.masks and not traits.masks_p:
@@ -308,23 +317,35 @@ def softmax_p(s, lse, mask, m_block, row: gl.constexpr, softmax, traits: gl.cons
     p = gl.exp2(x)
     if traits.masks and traits.masks_p:
         p = mask.apply_mask(p, 0.0, traits)
-    return Weights(p, score_mod_slope(p, s, traits))
+    if traits.score_mod_bwd is not None:
+        return Weights(p, p, s)
+    else:
+        return Weights(p, softcap_slope(p, s, traits), None)
 
 
 @gluon.jit
-def score_mod(s, softmax, traits: gl.constexpr):
-    """The hook for scores after Q K^T and before the mask; softcap for now."""
+def cap_scores(s, softmax, traits: gl.constexpr):
+    """The raw score: Q K^T, or its tanh with a softcap. score_mod follows."""
     if traits.softcap:
         s = tanh(s * softmax.softcap)
     return s
 
 
 @gluon.jit
-def score_mod_slope(p, s, traits: gl.constexpr):
-    """P times the derivative of score_mod, whose result is s."""
+def softcap_slope(grad, s, traits: gl.constexpr):
+    """`grad` times the derivative of `cap_scores`, whose result is s."""
     if traits.softcap:
-        p = p * (1.0 - s * s)
-    return p
+        grad = grad * (1.0 - s * s)
+    return grad
+
+
+@gluon.jit
+def score_gradient(weights, dp, mods, softmax, traits: gl.constexpr):
+    """dS = P (dP - delta), through score_mod and the softcap. dp: dP - delta."""
+    ds = weights.slope * dp
+    if traits.score_mod_bwd is not None:
+        ds = softcap_slope(mods.gradient(ds, weights.s * softmax.score_scale, traits), weights.s, traits)
+    return ds
 
 
 @gluon.jit

@@ -35,6 +35,7 @@ FROM_LAST: gl.constexpr = gl.constexpr(10)
 NUM_KEYS: gl.constexpr = gl.constexpr(10)
 NUM_KEYS_WRITTEN: gl.constexpr = gl.constexpr(11)
 PURE_BEGIN: gl.constexpr = gl.constexpr(12)
+SEQUENCE: gl.constexpr = gl.constexpr(12)
 PURE_STOP: gl.constexpr = gl.constexpr(13)
 PREFIX: gl.constexpr = gl.constexpr(15)
 END: gl.constexpr = gl.constexpr(-1)  # as a tile's number of m_blocks: there are no more tiles
@@ -109,6 +110,15 @@ class WorkTile:
     num_keys_written: gl.tensor  # where the keys end whose gradients are written
     rows: DocumentRows | gl.constexpr  # key ranges; else None
     next_row: Value  # key ranges: the row within this tile index with which a further tile begins, or 0; else None
+    sequence: Value  # packed: index of the sequence where a function of scores asks for it; else None
+
+    @gluon.jit
+    def entry(self, traits: gl.constexpr):
+        """The batch entry, or the packed sequence."""
+        if traits.numbers_sequences:
+            return self.sequence
+        else:
+            return self.batch
 
     @gluon.jit
     def num_steps(self, traits: gl.constexpr):
@@ -213,7 +223,7 @@ def work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
     shape, window = launch.shape, launch.window
     seqlen_q, seqlen_k = shape.seqlen_q, shape.seqlen_k
     zero = tile_index * 0
-    batch, offset_q, offset_k, from_last = zero, zero, zero, None
+    batch, offset_q, offset_k, from_last, index = zero, zero, zero, None, None
     head_parts = shape.heads // traits.heads_per_program
     if traits.packed:
         in_order = from_end(tile_index // head_parts, shape.num_n_blocks, traits)
@@ -222,6 +232,8 @@ def work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
         offset_q, seqlen_q = keys_of(cu_seqlens.q, sequence, shape.batch, seqlen_q)
         head_part = tile_index % head_parts
         first_m_tile = offset_q // traits.block_m + sequence  # device.seqlen.find_sequence
+        if traits.numbers_sequences:
+            index = gl.minimum(gl.maximum(sequence - 1, 0), shape.batch - 1)
     else:
         place = dense_key_tile(tile_index, shape, traits)
         batch, head_part, n_block, from_last = place.batch, place.head_part, place.n_block, place.from_last
@@ -245,6 +257,7 @@ def work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
         zero + seqlen_k,
         None,
         None,
+        index,
     )
 
 
@@ -344,6 +357,7 @@ def range_work_tile(tile_index, row, ranges, launch, traits: gl.constexpr):
         found.stop,
         rows,
         found.next_row,
+        None,
     )
 
 
@@ -370,7 +384,7 @@ class WorkTilePipeline:
         else:
             slot.store(1, work.blocks.num_m_blocks, work.first_m_tile, seqlen.offset_q, seqlen.seqlen_q)
             slot.store(2, seqlen.offset_k, seqlen.seqlen_k, work.blocks.from_last, None)
-            slot.store(3, None, None, None, None)
+            slot.store(3, work.sequence, None, None, None)
         self._commit(state)
 
     @gluon.jit
@@ -419,6 +433,9 @@ class WorkTilePipeline:
             num_keys, num_keys_written, prefix = word(row, NUM_KEYS), word(row, NUM_KEYS_WRITTEN), word(row, PREFIX)
         elif traits.reversed_sections > 0:
             from_last = word(row, FROM_LAST)
+        sequence = None
+        if traits.numbers_sequences:
+            sequence = word(row, SEQUENCE)
         blocks = BlockInfo(word(row, NUM_M_BLOCKS), from_last)
         seqlen = SeqlenInfo(offset_q, word(row, 7), offset_k, word(row, 9), num_keys, prefix)
         batch = word(row, 0)
@@ -434,6 +451,7 @@ class WorkTilePipeline:
             num_keys_written,
             rows,
             None,
+            sequence,
         )
 
     @gluon.jit

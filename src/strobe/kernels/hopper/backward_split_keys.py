@@ -37,6 +37,7 @@ from .backward_mainloop import (
     qk_product,
     rows_at,
     rows_of,
+    score_gradient,
     softmax_p,
     tile_layout,
     wait_for,
@@ -70,6 +71,7 @@ class Step:
     ds: PipelineState
     m_block: gl.tensor
     is_first: gl.tensor  # of the work tile
+    mods: Value  # ScoreMods of this consumer's keys, or None
 
 
 @record
@@ -90,6 +92,7 @@ class SplitKeysConsumer:
     pipes: Pipelines
     kv_phase: Value
     mask: AttentionMask
+    mods: Value  # ScoreMods of this consumer's keys and the work tile's first queries, or None
     rows: Value  # DocumentRows, or None
     whole_m_blocks: Value  # dq_written_directly: of how many m_blocks dQ is whole with this tile's keys; else None
     has_others: Value  # dq_written_directly: whether other work tiles come before this one; else None
@@ -108,7 +111,10 @@ class SplitKeysConsumer:
                 is_first = i == 0
                 if traits.heads_per_program > 1:
                     is_first = is_first & (head == 0)
-                step = Step(state.q, self.ds_state_of(state.q, state.ds), m_block, is_first)
+                mods = None
+                if traits.has_mods:
+                    mods = self.mods.of_tile(head, m_block, traits)
+                step = Step(state.q, self.ds_state_of(state.q, state.ds), m_block, is_first, mods)
                 sums = state.grads
                 if traits.dq.by_rows:
                     sums = self.step_by_row_halves(step, sums)
@@ -160,7 +166,7 @@ class SplitKeysConsumer:
         # S = Q K^T, dP = dO V^T
         s, dp = qk_dov_products(tiles.k, tiles.v, q, do, step.q, pipes, traits)
         # P = exp2(scale S - LSE), dS = P (dP - delta)
-        p, ds = self.p_and_ds(s, dp, 0, pipes.q.stat(step.q.index), step.m_block, 0, dtype)
+        p, ds = self.p_and_ds(s, dp, 0, pipes.q.stat(step.q.index), step, 0, dtype)
         self.acquire_ds(own, step.ds)
         pipes.ds.tiles.index(own).store(ds)
         pipes.ds.producer_commit(own)
@@ -220,13 +226,13 @@ class SplitKeysConsumer:
         dp_1 = dov_product(tiles.v, do_1, dp_1)
         lse = pipes.q.stat(step.q.index)
         # P = exp2(scale S - LSE), dS = P (dP - delta)
-        p, ds = self.p_and_ds(s, dp, 2, lse.slice(0, ROWS), step.m_block, 0, dtype)
+        p, ds = self.p_and_ds(s, dp, 2, lse.slice(0, ROWS), step, 0, dtype)
         self.acquire_ds(own, step.ds)
         pipes.ds.tiles.index(own).slice(0, ROWS, dim=1).store(ds)
         # dV += P^T dO, dK += dS^T Q
         dv = add_product(p.to(dtype), do_0, grads.dv)
         dk = add_product(ds, q_0, grads.dk)
-        p, ds = self.p_and_ds(s_1, dp_1, 2, lse.slice(ROWS, ROWS), step.m_block, ROWS, dtype)
+        p, ds = self.p_and_ds(s_1, dp_1, 2, lse.slice(ROWS, ROWS), step, ROWS, dtype)
         pipes.ds.tiles.index(own).slice(ROWS, ROWS, dim=1).store(ds)
         pipes.ds.producer_commit(own)
         dv = add_product(p.to(dtype), do_1, dv)
@@ -241,15 +247,18 @@ class SplitKeysConsumer:
         return KeyGradients(dk, dv)
 
     @gluon.jit
-    def p_and_ds(self, s, dp, pending: gl.constexpr, lse, m_block, row: gl.constexpr, dtype: gl.constexpr):
+    def p_and_ds(self, s, dp, pending: gl.constexpr, lse, step, row: gl.constexpr, dtype: gl.constexpr):
         """(P, dS) of S and dP in flight, behind which `pending` products have been issued. P stays float32: as an
         operand beside P it would spill.
         """
         DOV_PRODUCTS: gl.constexpr = self.traits.dov_products
         s = warpgroup_mma_wait(DOV_PRODUCTS + pending, deps=[s])
-        weights = softmax_p(s, lse, self.mask, m_block, row, self.launch.softmax, self.traits)
+        mods, softmax = step.mods, self.launch.softmax
+        if self.traits.has_mods:
+            mods = mods.shifted(row, 0)
+        weights = softmax_p(s, lse, self.mask, mods, step.m_block, row, softmax, self.traits)
         dp = warpgroup_mma_wait(pending, deps=[dp])
-        return weights.p, (weights.slope * dp).to(dtype)
+        return weights.p, score_gradient(weights, dp, mods, softmax, self.traits).to(dtype)
 
     # ------------------------------------------------ dS, and this consumer's part of dQ
 

@@ -19,7 +19,7 @@ dK.
 dS then has as many stages as Q, where it is free when Q is. dK and dV leave in the place of K and V.
 """
 
-from ..device.dialect import gl, gluon, mbarrier, record, warpgroup_mma, warpgroup_mma_wait, zero_of_turn
+from ..device.dialect import Value, gl, gluon, mbarrier, record, warpgroup_mma, warpgroup_mma_wait, zero_of_turn
 from ..device.pipeline import PipelineState
 from ..device.tma import ColumnParts
 from .backward_mainloop import (
@@ -35,6 +35,7 @@ from .backward_mainloop import (
     qk_product,
     rows_at,
     rows_of,
+    score_gradient,
     softmax_p,
     tile_now,
     wait_for,
@@ -77,6 +78,7 @@ class SoftmaxConsumer:
     keys: KeyTile
     pipes: Pipelines
     mask: AttentionMask
+    mods: Value  # ScoreMods of the work tile's keys and first queries, or None
     launch: gl.tuple  # LaunchParams
     traits: gl.constexpr
 
@@ -86,19 +88,22 @@ class SoftmaxConsumer:
         traits: gl.constexpr = self.traits
         HEADS: gl.constexpr = traits.heads_per_program
         state = DvState(dv, q_state, do_state)
-        for _ in range(HEADS):
+        for head in range(HEADS):
             for i in range(blocks.num_m_blocks):
                 m_block = blocks.m_block(i, traits)
+                mods = None
+                if traits.has_mods:
+                    mods = self.mods.of_tile(head, m_block, traits)
                 do = do_state_of(state.q, state.do, traits)
                 if traits.two_key_tiles:
-                    grad = self.softmax_step_of_two_tiles(m_block, state.dv, state.q, do)
+                    grad = self.softmax_step_of_two_tiles(m_block, mods, state.dv, state.q, do)
                 else:
-                    grad = self.softmax_step(m_block, state.dv, state.q, do)
+                    grad = self.softmax_step(m_block, mods, state.dv, state.q, do)
                 state = DvState(grad, state.q.advance(), state.do.advance())
         return state
 
     @gluon.jit
-    def softmax_step(self, m_block, dv, q_state, do_state):
+    def softmax_step(self, m_block, mods, dv, q_state, do_state):
         """One tile of queries. Returns dV. Where dO has one stage, it is waited for behind the softmax."""
         traits: gl.constexpr = self.traits
         DOV_PRODUCTS: gl.constexpr = traits.dov_products
@@ -112,7 +117,7 @@ class SoftmaxConsumer:
             pipes.q.consumer_wait(q_state)
             q = rows_at(pipes.q.tiles, q_state.index)
             s = warpgroup_mma_wait(0, deps=[qk_product(k, q)])
-            weights = softmax_p(s, pipes.q.stat(q_state.index), self.mask, m_block, 0, softmax, traits)
+            weights = softmax_p(s, pipes.q.stat(q_state.index), self.mask, mods, m_block, 0, softmax, traits)
             pipes.do.consumer_wait(do_state)
             dp = dov_product(v, do, minus_delta_of(pipes.do.stat(do_state.index)))
         else:
@@ -122,10 +127,10 @@ class SoftmaxConsumer:
             s = qk_product(k, rows_at(pipes.q.tiles, q_state.index))
             dp = dov_product(v, do, dp)
             s = warpgroup_mma_wait(DOV_PRODUCTS, deps=[s])
-            weights = softmax_p(s, pipes.q.stat(q_state.index), self.mask, m_block, 0, softmax, traits)
+            weights = softmax_p(s, pipes.q.stat(q_state.index), self.mask, mods, m_block, 0, softmax, traits)
         dp = warpgroup_mma_wait(0, deps=[dp])
         # dS = P (dP - delta)
-        self.put_ds((weights.slope * dp).to(dtype), q_state)
+        self.put_ds(score_gradient(weights, dp, mods, softmax, traits).to(dtype), q_state)
         # dV += P^T dO
         dv = wait_for(add_product(weights.p.to(dtype), do, dv), 0)
         pipes.do.consumer_release(do_state)
@@ -141,7 +146,7 @@ class SoftmaxConsumer:
         pipes.ds.producer_commit(0)
 
     @gluon.jit
-    def softmax_step_of_two_tiles(self, m_block, dv, q_state, do_state):
+    def softmax_step_of_two_tiles(self, m_block, mods, dv, q_state, do_state):
         """128 keys. dP of the second tile has delta subtracted behind its product: to begin at it, it would
         have to be issued while no other is in flight (backward_mainloop.accumulator_from). Addresses are computed in
         front of each product: else they spill.
@@ -159,19 +164,22 @@ class SoftmaxConsumer:
         dp = dov_product(rows_of(keys.v(traits), 0), rows_at(pipes.do.tiles, do_state.index), dp)
         s = warpgroup_mma_wait(DOV_PRODUCTS, deps=[s])
         # P = exp2(scale S - LSE), dS = P (dP - delta)
-        weights = softmax_p(s, pipes.q.stat(q_state.index), self.mask, m_block, 0, softmax, traits)
+        weights = softmax_p(s, pipes.q.stat(q_state.index), self.mask, mods, m_block, 0, softmax, traits)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        self.ds_half(0, q_state).store((weights.slope * dp).to(dtype))
+        self.ds_half(0, q_state).store(score_gradient(weights, dp, mods, softmax, traits).to(dtype))
         # dV += P^T dO, and S and dP of the second tile
         dv_0 = add_product(weights.p.to(dtype), tile_now(pipes.do.tiles, do_state.index, traits), dv.first)
         s = qk_product(rows_of(keys.k(traits), ROWS), tile_now(pipes.q.tiles, q_state.index, traits))
         dp = qk_product(rows_of(keys.v(traits), ROWS), tile_now(pipes.do.tiles, do_state.index, traits))
         s = warpgroup_mma_wait(DOV_PRODUCTS, deps=[s])
         lse, mask = pipes.q.stat(q_state.index + zero_of_turn()), self.mask.of_second_keys(ROWS, traits)
-        weights = softmax_p(s, lse, mask, m_block, -ROWS, softmax, traits)
+        if traits.has_mods:
+            mods = mods.shifted(0, ROWS)
+        weights = softmax_p(s, lse, mask, mods, m_block, -ROWS, softmax, traits)
         dp = warpgroup_mma_wait(0, deps=[dp])
         minus_delta = pipes.do.stat(do_state.index + zero_of_turn()).load(gl.SliceLayout(0, dp.type.layout))
-        self.ds_half(1, q_state).store((weights.slope * (dp + minus_delta[None, :])).to(dtype))
+        ds = score_gradient(weights, dp + minus_delta[None, :], mods, softmax, traits)
+        self.ds_half(1, q_state).store(ds.to(dtype))
         pipes.ds.producer_commit(q_state.index)
         dv_1 = add_product(weights.p.to(dtype), tile_now(pipes.do.tiles, do_state.index, traits), dv.second)
         dv_0 = wait_for(dv_0, DOV_PRODUCTS)

@@ -17,7 +17,6 @@ from ..protocol import (
     Cost,
     Forward,
     Plan,
-    against_mods,
     attention_cost,
     entries,
     fills_tiles,
@@ -300,13 +299,26 @@ FINE = 2.0**100  # lse may be divided by scales from 1 / FINE to FINE
 STORED_KEYS = {(64, 64): 1200, (96, 96): 1200, (128, 128): 1200}  # keys per row on average
 
 
+def backward_with_hooks(
+    config: BackwardConfig, score_mod: Any = None, mask_mod: Any = None, score_mod_bwd: Any = None
+) -> BackwardConfig:
+    """The config of a backward that calls functions on its scores (device.backward_hooks).
+
+    score_mod_bwd may be None if score_mod adds a term that does not depend on the score, and nothing that it reads gets
+    a gradient. The accumulator of S cannot begin at -LSE where score_mod changes what S is worth.
+    """
+    hooks = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
+    folded = config.form.lse_folded and score_mod is None
+    return BackwardConfig(replace(config.form, lse_folded=folded, **hooks))
+
+
 class HopperBackward:
     name = "hopper.backward"
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability != CAPABILITY:
             return _why_not(problem, target)
-        if reason := against_mods(problem):
+        if reason := against_texts(problem):
             return reason
         if has_spans(problem.mask) and _ordered(problem):
             return "no deterministic gradients with prefixes, key lengths or documents"
@@ -346,7 +358,10 @@ class HopperBackward:
             "dq_written_directly": _dq_written_directly(problem, form),
             "reversed_sections": _last_sections(problem, form),
         }
-        return BackwardConfig(replace(form, **added))
+        config = BackwardConfig(replace(form, **added))
+        if problem.mods is not None:
+            config = backward_with_hooks(config, *mod_functions(problem.mods)[:3])
+        return config
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem, backward=True)
@@ -378,9 +393,10 @@ class HopperBackward:
         return tuple(buffers)
 
     def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
-        from .launch_backward import run_backward
+        from .launch_backward import BackwardHooks, run_backward
 
-        run_backward(plan, call, tensors, workspace)
+        hooks = None if call.mods is None else BackwardHooks(*mod_aux(plan.problem, call))
+        run_backward(plan, call, tensors, workspace, hooks)
 
 
 LONG_PROGRAM = 64  # steps of the longest program, beyond which float32 sums of dk and dv cost little

@@ -13,7 +13,7 @@ from ...errors import KernelFault
 from ...problem.call import Call
 from ...problem.problem import ALIGNMENT, Problem
 from ..device.dialect import TensorDescriptor, gl
-from ..device.persistent_launch import MOST_TILES, Launch, even_section, softmax_parameters
+from ..device.persistent_launch import LOG2_E, MOST_TILES, Launch, even_section, softmax_parameters
 from ..device.tma import addressable, descriptor
 from ..protocol import Backward, Plan, entries, strides_of
 from ..runtime import launcher
@@ -64,15 +64,25 @@ class SoftmaxParams(NamedTuple):
     scale_log2: Any  # value of a raw score in log2 units
     softcap: Any  # scale / cap
     scale: Any  # of dQ and dK
+    score_scale: Any = None  # score_mod: natural units of a raw score of 1; scale_log2 is then log2(e)
+
+
+class HookParams(NamedTuple):
+    """What the call's functions read: pointers and numbers, or None."""
+
+    score_aux: Any
+    mask_aux: Any
+    gradient_aux: Any  # of score_mod_bwd
 
 
 class LaunchParams(NamedTuple):
-    """All scalars of the main kernel."""
+    """All scalars of the main kernel, and what the call's functions read."""
 
     num_tiles: Any  # of keys
     shape: ShapeParams
     window: WindowParams
     softmax: SoftmaxParams
+    hooks: HookParams | None = None
 
 
 class KeyRangeTensors(NamedTuple):
@@ -160,10 +170,36 @@ class ConvertShape(NamedTuple):
     tokens: Any
 
 
+class BackwardHooks(NamedTuple):
+    """What the functions of a call read: tensors, ints, floats. gradient_aux: of score_mod_bwd."""
+
+    score_aux: tuple = ()
+    mask_aux: tuple = ()
+    gradient_aux: tuple = ()
+
+    @property
+    def read(self) -> tuple:
+        return *self.score_aux, *self.mask_aux, *self.gradient_aux
+
+    @property
+    def params(self) -> HookParams:
+        """score_mod and score_mod_bwd share a tuple where one's begins with the other's: registers hold its values
+        once.
+        """
+        score, gradient = self.score_aux, self.gradient_aux
+        shorter, longer = sorted((score, gradient), key=len)
+        if all(a is b for a, b in zip(shorter, longer)):
+            score = gradient = longer
+        return HookParams(score or None, self.mask_aux or None, None if gradient is score else gradient or None)
+
+
 # ---------------------------------------------------------------- launches
 
 
-def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
+def run_backward(
+    plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor], hooks: BackwardHooks | None = None
+) -> None:
+    """Launch the backward. `hooks` has what the functions of the plan's traits read."""
     form = plan.config.form
     stats, dq_sum, counter = workspace["rows"], workspace["dq_sum"], workspace["counter"]
     semaphores = workspace.get("dq_semaphores")
@@ -177,9 +213,12 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
     views = Views(call.q, call.k, call.v, dout, stats, dk, dv, dq, dq_sum)
     pointers = main_pointers(call, form.key_ranges, dq_sum, semaphores, counter)
     moved = (*views, *(tensor for tensor in pointers[1:-1]), *(pointers.ranges or ()))
-    strides = (dout.stride(), dk.stride(), dv.stride(), dq.stride())
-    main = partial(main_launch, plan, call, views, pointers)
-    launched += [launcher.start(plan, (call.left, call.right, *strides), moved, main)]
+    key = (call.left, call.right, dout.stride(), dk.stride(), dv.stride(), dq.stride())
+    if hooks is not None:
+        moved += tuple([value for value in hooks.read if isinstance(value, Tensor)])
+        key += tuple([launcher.kind_of(value) for value in hooks.read])
+    main = partial(main_launch, plan, call, views, pointers, hooks)
+    launched += [launcher.start(plan, key, moved, main)]
     if not makes_dq(plan):
         pointers_dq = (dq_sum, dq, call.cu_seqlens_q, semaphores)
         launched += [launcher.start(plan, ("dq", dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))]
@@ -191,7 +230,7 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
         elif held is not gradient:
             gradient.copy_(held)
             copied = True
-    if not copied and all(gradient.is_contiguous() for gradient in (t.dq, t.dk, t.dv)):
+    if hooks is None and not copied and all(gradient.is_contiguous() for gradient in (t.dq, t.dk, t.dv)):
         CACHE.insert_launch(plan, backward_addresses(call, t, pieces_of(workspace)), launcher.in_sequence(launched))
 
 
@@ -275,7 +314,7 @@ def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Lau
     return Launch(convert_kernel, programs, arguments, {"num_warps": 4})
 
 
-def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers) -> Launch:
+def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers, hooks: BackwardHooks | None = None) -> Launch:
     problem, form = plan.problem, plan.config.form
     strides: tuple[int, ...] = ()
     if form.key_ranges:  # the first entry represents all
@@ -291,7 +330,10 @@ def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers) -> Lau
     shape = ShapeParams(problem.layout.batch, problem.heads_q, *tokens(problem), *blocks, *strides)
     tiles = counted(plan, parts * num_n_blocks)
     softmax = SoftmaxParams(*softmax_parameters(problem), problem.scale)
-    launch = LaunchParams(tiles, shape, WindowParams(call.left, call.right), softmax)
+    if form.score_mod is not None:
+        softmax = softmax._replace(scale_log2=LOG2_E, score_scale=softmax.scale_log2 / LOG2_E)
+    params = None if hooks is None else hooks.params
+    launch = LaunchParams(tiles, shape, WindowParams(call.left, call.right), softmax, params)
     programs = min(plan.target.sm_count, tiles)
     arguments = (*descriptors(views, form), pointers, launch, form)
     return Launch(backward.backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": 168})

@@ -396,7 +396,7 @@ class DqLayout:
 
 
 @dataclass(frozen=True)
-class BackwardTraits(Constants, Walk):
+class BackwardTraits(Constants, Walk, HookConstants):
     """Compile-time constants of the backward. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     tuning: BackwardTileConfig
@@ -417,6 +417,15 @@ class BackwardTraits(Constants, Walk):
     reversed_sections: int = 0  # sections of heads whose deterministic programs start from the first keys
     dq_written_directly: bool = False  # a key tile writes dQ of queries that see no other keys directly
     dq_zeroed_ahead: bool = False  # programs zero the part of dQ's sum that later key tiles add to
+    # functions of the call (device.backward_hooks), and keys of their text, as in ForwardTraits
+    score_mod: Any = None
+    mask_mod: Any = None
+    score_mod_bwd: Any = None
+    functions: tuple[str | None, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        functions = (self.score_mod, self.mask_mod, self.score_mod_bwd)
+        object.__setattr__(self, "functions", tuple(function_key(fn) for fn in functions))
 
     # ------------------------------------------------ tiles and stages
 

@@ -136,6 +136,11 @@ def start(
     return None
 
 
+def kind_of(value: object) -> tuple:
+    """A value that a hook reads, as part of `start`'s key. 1 is a constant of a compiled kernel, 1.0 is not."""
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else (type(value), value)
+
+
 def is_recordable(launcher: Any) -> bool:
     """Whether Triton's launcher gives its C function the same arguments at each launch: it allocates no scratch, and
     its version is known.
