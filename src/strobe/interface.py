@@ -320,11 +320,7 @@ def warmup(problems: Iterable[Problem | DecodeProblem], device: torch.device | s
             continue
         if not isinstance(problem, Problem):
             raise wrong_type("problems", problem, "strobe.Problem values", "take them from strobe.explain(...).problem")
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(place.type, enabled=False):
-            call = problem.example(place)
-            out, lse = ops.run(call)
-            if problem.needs_grad:
-                torch.autograd.grad([out, lse], call[:3], [torch.zeros_like(out), torch.zeros_like(lse)])
+        ops.run_example(problem, place)
 
 
 def last_errors(device: torch.device | str | None = None) -> list[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import strobe
-from strobe.distributed import Plan, context_parallel
+from strobe.distributed import Plan, context_parallel, problems, warmup
+from strobe.ops import attention as ops
+from strobe.problem.problem import Problem
 from tests.distributed import divided
 from tests.distributed.divided import HEADS, SEQLEN
 
@@ -28,9 +33,9 @@ def session(rank: int, folder: str, world: int, is_whole: bool) -> None:
     found: Found = {}
     each = 1 if is_whole else EACH[world]
     divided.run_cases(divided.ways(), found, each)
-    parts = (_few_rows, _wrong) if world > 2 else ()
+    parts = (_few_rows, _wrong, _warmed) if world > 2 else ()
     if is_whole or world == 2:
-        parts = _few_rows, _packed, _other_mask, _bits, _bfloat16, _layouts, _wrong, _trained, _recomputed
+        parts = _few_rows, _packed, _other_mask, _bits, _bfloat16, _layouts, _wrong, _trained, _recomputed, _warmed
     for part in parts:
         part(found)
     if world == 3:
@@ -152,6 +157,27 @@ def _wrong(found: Found) -> None:
                 message = str(error)
             dist.all_gather_object(told, message)
             found[f"wrong {name}: {scheme}"] = told
+
+
+def _warmed(found: Found) -> None:
+    """What `problems` lists are the problems that a step runs, and `warmup` of them ends on all ranks."""
+    tensors = [t.float() for t in divided.inputs(SEQLEN, 3, 7)]
+    for way in divided.WAYS:
+        for name in ("causal", "all"):
+            mask, ran = divided.MASKS[name](), set()
+            plan = context_parallel(**divided.WAYS[way]).plan(mask, seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
+            local = [plan.shard(t) for t in tensors[:3]]
+            listed = problems(plan, *local, sinks=tensors[3])
+            note = lambda call, ran=ran, decide=ops.decide: ran.add(Problem.from_call(call)) or decide(call)
+            with patch.object(ops, "decide", note):
+                divided.attend_shards(tensors, plan, True)
+            found[f"warmed: {way}, {name}"] = set() < _kinds(ran) <= _kinds(listed)
+            warmup(listed)
+
+
+def _kinds(several: Iterable[Problem]) -> set:
+    """Problems without strides: those of empty tensors may differ."""
+    return {replace(problem, strides=(), alignment=16, alignment_kv=16) for problem in several}
 
 
 class Layer(nn.Module):

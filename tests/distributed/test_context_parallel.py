@@ -62,7 +62,7 @@ def test_bfloat16_obeys_the_contract(found):
     assert {name: ratio for name, ratio in _of(found, "bfloat16: ").items() if not ratio <= 1} == {}
 
 
-@pytest.mark.parametrize("start", ["layout", "read once", "checkpointed", "compiled", "autocast"])
+@pytest.mark.parametrize("start", ["layout", "read once", "checkpointed", "compiled", "autocast", "warmed"])
 def test_what_must_hold_exactly(start, found):
     assert {name for name, holds in _of(found, f"{start}: ").items() if holds is not True} == set()
 

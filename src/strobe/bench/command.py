@@ -220,12 +220,16 @@ def _distributed(arguments: argparse.Namespace, device: torch.device) -> int:
     if a.list:
         print(json.dumps([c.name for c in cases])) if a.json else table.show(["case"], [[c.name] for c in cases])
         return 0
-    rows = distributed.measure(cases, torch.device("cuda" if on_gpus else "cpu"))
-    if a.json:
-        with ExitStack() as stack:
-            file = opened(a.json, stack)
-            for row in rows:
-                print(json.dumps(row | circumstances(device)), file=file)
+    place = torch.device("cuda" if on_gpus else "cpu")
+    rows: list[dict] = []
+    with ExitStack() as stack:
+        file = opened(a.json, stack) if a.json else None
+        for row in distributed.measure(cases, place):
+            rows.append(row)
+            if file is not None:
+                print(json.dumps(row | circumstances(device)), file=file, flush=True)
+            if a.json != "-":
+                print(distributed.line(row), file=sys.stderr, flush=True)
     if a.json != "-":
         names = ("case", "contender", "forward", "backward", "forward_share", "backward_share", "why")
         lines = [[row.get(name) if name != "why" else row.get(name) or "" for name in names] for row in rows]

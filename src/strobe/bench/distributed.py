@@ -10,8 +10,10 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,18 +25,23 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from .. import interface
-from ..distributed import context_parallel
+from ..distributed import context_parallel, problems, warmup
 from ..distributed.visible import Visible
 from ..errors import InvalidProblem
+from ..problem.call import Call
 from ..problem.mask import Mask, documents
+from ..problem.problem import Problem
 from .attempt import Attempt
 
 STEPS, WARM = 5, 2
+STEP_SECONDS, MOST_LAYERS = 0.02, 4  # a step makes as many calls as fill this time, and at most so many
+POLL = 0.2  # seconds between looks for new rows
 CONTENDERS = {
     "keys": {"scheme": "keys"},
     "heads": {"scheme": "heads"},
     "keys, own first": {"scheme": "keys", "overlap": True},
 }
+TORCH = {"torch ring, strobe": "strobe", "torch ring, cuDNN": "cudnn"}
 
 
 class Case(NamedTuple):
@@ -74,13 +81,21 @@ def suite(patterns: list[str], on_cpu: bool) -> list[Case]:
     return [case for case in cases if not patterns or any(fnmatchcase(case.name, one) for one in patterns)]
 
 
-def measure(cases: list[Case], device: torch.device) -> list[dict]:
-    """A row per case and contender: TFLOP/s per GPU forward and backward, and their share of one GPU's."""
+def measure(cases: list[Case], device: torch.device) -> Iterator[dict]:
+    """Yield a row per case and contender as soon as it is measured: TFLOP/s per GPU forward and backward, and their
+    share of one GPU's.
+    """
     count = torch.cuda.device_count() if device.type == "cuda" else 2
     with tempfile.TemporaryDirectory() as folder:
-        names = [case.name for case in cases]
-        spawn(_process, args=(count, device.type, names, folder), nprocs=count)
-        return [json.loads(line) for line in (Path(folder) / "rows").read_text().splitlines()]
+        path, names, read = Path(folder) / "rows", [case.name for case in cases], 0
+        path.touch()
+        processes = spawn(_process, args=(count, device.type, names, folder), nprocs=count, join=False)
+        ended = processes is None
+        while processes is not None and not ended:
+            ended = processes.join(POLL)  # raises what a process raised
+            lines = path.read_text().split("\n")[:-1]  # what follows the last end of a line is not complete yet
+            yield from map(json.loads, lines[read:])
+            read = len(lines)
 
 
 def _process(rank: int, count: int, kind: str, names: list[str], folder: str) -> None:
@@ -93,12 +108,12 @@ def _process(rank: int, count: int, kind: str, names: list[str], folder: str) ->
         for row in _rows(case, count, device):
             if rank == 0:
                 with (Path(folder) / "rows").open("a") as file:
-                    print(json.dumps(row), file=file)
+                    file.write(json.dumps(row) + "\n")
     dist.barrier()
     os._exit(0)  # the process group's threads may outlive Python's own end
 
 
-def _rows(case: Case, count: int, device: str):
+def _rows(case: Case, count: int, device: str) -> Iterator[dict]:
     seqlen, dtype = case.rows * count, torch.bfloat16 if device != "cpu" else torch.float32
     mask = case.mask(seqlen, device)
     visible = Visible.of(mask, seqlen)
@@ -107,19 +122,27 @@ def _rows(case: Case, count: int, device: str):
     generator = torch.Generator(device).manual_seed(1)
     shapes = [(1, seqlen, heads, case.head_dim) for heads in (case.heads_q, case.heads_kv, case.heads_kv, case.heads_q)]
     whole = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes]
-    single: tuple[float, float] = _times(lambda q, k, v: interface.attention(q, k, v, mask=mask), whole, device)
+    sizes: dict[str, Any] = {"seqlen": seqlen, "heads_q": case.heads_q, "heads_kv": case.heads_kv}
+    with Attempt() as attempt:
+        plans = {name: context_parallel(**settings).plan(mask, **sizes) for name, settings in CONTENDERS.items()}
+        alone = Call(whole[0], whole[1], whole[2]).with_mask(mask).with_grad
+        calls = [problems(plan, *map(plan.shard, whole[:3])) for plan in plans.values()]
+        warmup([Problem.from_call(alone), *(problem for several in calls for problem in several)])
+    if attempt.reason:
+        yield _row(case, "keys", None, None, attempt.reason)
+        return
+    single = _times(lambda q, k, v: interface.attention(q, k, v, mask=mask), whole, device)
     one = tuple(flops * factor / seconds / 1e12 for factor, seconds in zip((1, 2.5), single))
     yield {"case": case.name, "contender": "one GPU", "forward": one[0], "backward": one[1], "why": None}
-    for name, settings in CONTENDERS.items():
+    for name, plan in plans.items():
         with Attempt() as attempt:
-            plan = context_parallel(**settings).plan(mask, seqlen=seqlen, heads_q=case.heads_q, heads_kv=case.heads_kv)
-            local = [plan.shard(t) for t in whole]
             call = lambda q, k, v, plan=plan: interface.attention(q, k, v, context_parallel=plan)
-            times = _times(call, local, device)
+            times = _times(call, list(map(plan.shard, whole)), device)
         yield _row(case, name, None if attempt.reason else times, (flops / count, one), attempt.reason)
     if case.window is None and case.document is None and device != "cpu":
-        times, why = _torch_times(whole, count, device)
-        yield _row(case, "torch", times, (flops / count, one), why)
+        for name, backend in TORCH.items():
+            times, why = _torch_times(whole, count, backend)
+            yield _row(case, name, times, (flops / count, one), why)
 
 
 def _row(case: Case, name: str, times: Any, flops: Any, why: str | None = None) -> dict:
@@ -131,36 +154,59 @@ def _row(case: Case, name: str, times: Any, flops: Any, why: str | None = None) 
     return {"case": case.name, "contender": name, "forward": rates[0], "backward": rates[1], **shares, "why": None}
 
 
-def _torch_times(whole: list[Tensor], count: int, device: str) -> tuple[Any, Any]:
-    """Seconds of torch's own context_parallel with its causal attention. It takes one number of heads, so keys are
-    repeated."""
-    with Attempt() as attempt:
+def line(row: dict) -> str:
+    """A row as text, to print as soon as it is measured."""
+    if row["forward"] is None:
+        return f"{row['case']:14} {row['contender']:20} {row['why']}"
+    share = [row.get(f"{name}_share", 1.0) for name in ("forward", "backward")]
+    speeds = f"TFLOP/s per GPU {row['forward']:6.1f} {row['backward']:6.1f}"
+    return f"{row['case']:14} {row['contender']:20} {speeds}, share of one GPU {share[0]:.3f} {share[1]:.3f}"
+
+
+def _torch_times(whole: list[Tensor], count: int, backend: str) -> tuple[Any, Any]:
+    """Seconds of torch's own context_parallel, whose ring runs causal attention by a backend of SDPA or by strobe. It
+    takes one number of heads, so keys are repeated.
+    """
+    with Attempt() as attempt, ExitStack() as stack:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
+        if backend == "strobe":
+            from ..integrations import sdpa
+
+            stack.enter_context(sdpa.enable())
+        torch_backend = SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION
         mesh = init_device_mesh("cuda", (count,))
         groups = whole[0].shape[2] // whole[1].shape[2]
         q, k, v, dout = (t.transpose(1, 2) for t in whole)
         buffers = [q.clone(), *(t.repeat_interleave(groups, 1) for t in (k, v)), dout.clone()]
         call = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        parallel = torch_context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), parallel:
-            times = _times(call, buffers, device)
+        stack.enter_context(sdpa_kernel(torch_backend))
+        stack.enter_context(torch_context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4))
+        times = _times(call, buffers, "cuda")
     return (None, attempt.reason) if attempt.reason else (times, None)
 
 
 def _times(call: Callable[..., Tensor], tensors: list[Tensor], device: str) -> tuple[float, float]:
-    """Seconds of the forward and of the backward on the slowest rank."""
+    """Seconds of a forward and of a backward on the slowest rank: medians of steps. A step makes several calls one
+    after another, as the layers of a model do, so that the host runs ahead of the device.
+    """
     q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
-    dout, found = tensors[3], []
-    for _ in range(WARM + STEPS):
+    dout, found, layers = tensors[3], [], 1
+    for step in range(WARM + STEPS):
         marks = [_now(device)]
-        out = call(q, k, v)
+        outs = [call(q, k, v) for _ in range(layers)]
         marks.append(_now(device))
-        torch.autograd.grad(out, (q, k, v), dout)
+        for out in outs:
+            torch.autograd.grad(out, (q, k, v), dout)
         marks.append(_now(device))
-        found.append((marks[1] - marks[0], marks[2] - marks[1]))
+        del outs, out
+        found.append([(after - before) / layers for before, after in pairwise(marks)])
+        if step == WARM - 1:
+            slowest = torch.tensor(found[-1][0], device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # the same number of layers on each rank
+            layers = 1 if device == "cpu" else max(1, min(MOST_LAYERS, round(STEP_SECONDS / float(slowest))))
     medians = torch.tensor([median(times) for times in zip(*found[WARM:])], device=device)
     dist.all_reduce(medians, dist.ReduceOp.MAX)
     return float(medians[0]), float(medians[1])

@@ -7,5 +7,6 @@ out = strobe.attention(q_local, k_local, v_local, context_parallel=plan)
 
 from .context import ContextParallel, context_parallel
 from .plan import Plan
+from .warmup import problems, warmup
 
-__all__ = ["ContextParallel", "Plan", "context_parallel"]
+__all__ = ["ContextParallel", "Plan", "context_parallel", "problems", "warmup"]

@@ -63,6 +63,34 @@ def groups_of(processes: Any) -> list[ProcessGroup]:
     return [processes]
 
 
+class Transfer:
+    """Contiguous tensors on their way between ranks of a group, without copies. Two ranks name the tensors that pass
+    between them in the same order. Empty lists are allowed.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[tuple[int, Tensor]],
+        taken: Sequence[tuple[int, Tensor]],
+        group: ProcessGroup | None,
+    ):
+        """given: tensors and the ranks of the group that get them. taken: room for what comes, and from whom."""
+        told = [(dist.isend, *one) for one in given] + [(dist.irecv, *one) for one in taken]
+        operations = [
+            dist.P2POp(operation, _bytes(tensor), group=group, group_peer=rank)
+            for operation, rank, tensor in told
+            if tensor.numel()
+        ]
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+        self.alive = given, taken  # until the transfer is over
+
+    def wait(self) -> None:
+        """Make the current stream, or on a CPU the process, wait for what comes."""
+        for work in self.works:
+            work.wait()
+        self.works, self.alive = [], ()
+
+
 class Exchange:
     """Rows on their way between the ranks of a group. `wait` returns what this rank receives, in the order of ranks."""
 

@@ -60,18 +60,18 @@ class Order(NamedTuple):
 
     @staticmethod
     def of(plan: Plan, batch: int, device: torch.device) -> Order:
-        key = "order", batch, device
-        found = plan.prepared.get(key)
-        if found is None:
-            inner, first = plan.heads_size, plan.ranks.keys_rank * plan.heads_size
-            parts = plan.rows[first : first + inner]
-            whole = positions(plan.groups[plan.ranks.keys_rank])
-            place = [torch.searchsorted(whole, positions(runs)) for runs in parts]
-            order = torch.cat([b * len(whole) + rows for rows in place for b in range(batch)] or [whole])
-            alike = bool((order == torch.arange(len(order))).all())
-            pair = (None, None) if alike else (order.to(device), order.argsort().to(device))
-            found = plan.prepared[key] = Order([batch * size(runs) for runs in parts], *pair)
-        return found
+        return plan.keep(("order", batch, device), lambda: Order._made(plan, batch, device))
+
+    @staticmethod
+    def _made(plan: Plan, batch: int, device: torch.device) -> Order:
+        inner, first = plan.heads_size, plan.ranks.keys_rank * plan.heads_size
+        parts = plan.rows[first : first + inner]
+        whole = positions(plan.own_rows)
+        place = [torch.searchsorted(whole, positions(runs)) for runs in parts]
+        order = torch.cat([b * len(whole) + rows for rows in place for b in range(batch)] or [whole])
+        alike = bool((order == torch.arange(len(order))).all())
+        pair = (None, None) if alike else (order.to(device), order.argsort().to(device))
+        return Order([batch * size(runs) for runs in parts], *pair)
 
 
 class EnterHeads(torch.autograd.Function):
@@ -157,10 +157,7 @@ def _summed(gradients: Tensor, share: Share, heads: int) -> Tensor:
 
 
 def _head_index(plan: Plan, share: Share, device: torch.device) -> Tensor:
-    key = "heads", share, device
-    if key not in plan.prepared:
-        plan.prepared[key] = torch.tensor(share.key_heads, device=device)
-    return plan.prepared[key]
+    return plan.keep(("heads", share, device), lambda: torch.tensor(share.key_heads, device=device))
 
 
 def _group(plan: Plan):

@@ -3,7 +3,7 @@
 The forward runs a call per piece (`pieces`). If every row is in one piece, the pieces write the result. Otherwise they
 are partial results in float32, merged in a fixed order, and sinks are added once, after the last merge. The backward
 runs the same pieces with the lse of whole rows, so that each gives its part of dq, dk and dv. Gradients of received
-keys return to their rank, which adds them to its own in the order of ranks.
+keys return to their rank (`key_gradients`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ..ops import attention as ops
 from ..problem.call import Call, accumulator
 from ..problem.mask import Mask
 from ..problem.merge import Partial, merge, with_sinks
-from .group import Exchange
+from .group import Transfer
+from .key_gradients import KeyGradients
 from .pieces import Piece, mask_of
 from .plan import Plan
 from .runs import Run, Runs, offset, overlap, size, union
@@ -28,7 +29,9 @@ Options = tuple  # scale, softcap, deterministic, batch_invariant, kernel: the f
 
 
 class Keys(NamedTuple):
-    """k and v, or their gradients, at the positions `held`: one buffer [B, positions, H_kv * D + H_kv * D_v]."""
+    """k and v at the positions `held`: one buffer [positions, B, H_kv * D + H_kv * D_v], so that the rows of a run are
+    contiguous and travel without a copy.
+    """
 
     buffer: Tensor
     held: Runs
@@ -36,58 +39,40 @@ class Keys(NamedTuple):
     width: int  # H_kv * D
 
     @staticmethod
+    def empty(k: Tensor, v: Tensor, plan: Plan) -> Keys:
+        """Room for the keys that the plan lets this rank hold."""
+        batch, _, heads, head_dim = k.shape
+        buffer = k.new_empty((size(plan.held), batch, heads * (head_dim + v.shape[3])))
+        return Keys(buffer, plan.held, heads, heads * head_dim)
+
+    @staticmethod
     def of(k: Tensor, v: Tensor, plan: Plan) -> Keys:
         """The keys that the plan lets this rank hold. Only its own are filled in."""
-        width, both = k.shape[2] * k.shape[3], k.shape[2] * (k.shape[3] + v.shape[3])
-        keys = Keys(k.new_empty((k.shape[0], size(plan.held), both)), plan.held, k.shape[2], width)
-        begin = 0
-        for run in plan.groups[plan.ranks.keys_rank]:
+        keys, begin = Keys.empty(k, v, plan), 0
+        for run in plan.own_rows:
             own = slice(begin, begin + run[1] - run[0])
             for place, part in zip(keys.at(run), (k, v)):
                 place.copy_(part[:, own])
             begin = own.stop
         return keys
 
-    def gradients(self) -> Keys:
-        """Zeros for the gradients of these keys, in float32 at least."""
-        return self._replace(buffer=torch.zeros_like(self.buffer, dtype=accumulator(self.buffer.dtype)))
-
     def rows(self, keys: Run) -> Tensor:
-        """The buffer at these positions, which must all be held: a view."""
+        """The buffer at these positions, which must all be held: a contiguous view."""
         begin = offset(self.held, keys[0])
-        return self.buffer[:, begin : begin + keys[1] - keys[0]]
+        return self.buffer[begin : begin + keys[1] - keys[0]]
 
     def at(self, keys: Run) -> tuple[Tensor, Tensor]:
-        """k and v at these positions, which must all be held: views of the buffer."""
-        return self.split(self.rows(keys))
-
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v of rows [B, rows, width]."""
+        """k [B, positions, H_kv, D] and v at these positions, which must all be held: views of the buffer."""
+        rows = self.rows(keys).transpose(0, 1)
         k, v = rows[..., : self.width], rows[..., self.width :]
         return k.unflatten(2, (self.heads, -1)), v.unflatten(2, (self.heads, -1))
 
-
-class KeyExchange:
-    """Rows of keys, or of their gradients, on their way between ranks."""
-
-    def __init__(self, keys: Keys, given: tuple[Runs, ...], taken: tuple[Runs, ...], plan: Plan):
-        """given, taken: the positions whose rows go to each rank, and come from each rank."""
-        self.taken, self.batch = taken, keys.buffer.shape[0]
-        parts = [keys.rows(run).flatten(0, 1) for runs in given for run in runs]
-        if len(parts) == 1:
-            send = parts[0].contiguous()
-        else:
-            send = torch.cat(parts) if parts else keys.buffer.flatten(0, 1)[:0]
-        counts = [[self.batch * size(runs) for runs in side] for side in (given, taken)]
-        self.exchange = Exchange(send, (counts[0], counts[1]), plan.ranks.keys)
-
-    def parts(self) -> Iterator[tuple[Run, Tensor]]:
-        """Each run that has arrived with its rows [B, rows, width], in the order of ranks. Waits for them."""
-        received = self.exchange.wait()
-        runs = [run for one in self.taken for run in one]
-        counts = [self.batch * (stop - start) for start, stop in runs]
-        for run, rows in zip(runs, received.split(counts) if runs else ()):
-            yield run, rows.unflatten(0, (self.batch, -1))
+    def exchange(self, plan: Plan) -> Transfer:
+        """Send own keys to the ranks that need them, and receive those of others in place."""
+        given, taken = (
+            [(rank, self.rows(run)) for rank, runs in enumerate(side) for run in runs] for side in plan.links
+        )
+        return Transfer(given, taken, plan.ranks.keys)
 
 
 class AttendKeys(torch.autograd.Function):
@@ -95,7 +80,7 @@ class AttendKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan: Plan, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
-        out, lse = Rows(plan, options, q, Keys.of(k, v, plan)).forward(sinks, v.shape[3])
+        out, lse = Rows(plan, options, q, Keys.of(k, v, plan), sinks).forward(v.shape[3])
         ctx.plan, ctx.options = plan, options
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out
@@ -105,76 +90,78 @@ class AttendKeys(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         # keys are exchanged again: keeping those of other ranks would take the memory that context parallelism saves
-        rows = Rows(ctx.plan, ctx.options, q, Keys.of(k, v, ctx.plan))
-        dq, dkv = rows.backward(dout if dout.stride(-1) == 1 else dout.contiguous(), out, lse)
-        dk, dv = (gradient.to(k.dtype) for gradient in dkv.split(_own_gradients(dkv, ctx.plan)))
-        dsinks = None
-        if sinks is not None:
-            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
-            dsinks = ops.sinks_gradient(Call(q, k, v, sinks=sinks), lse, delta)
-        return None, None, dq, dk, dv, dsinks
+        rows = Rows(ctx.plan, ctx.options, q, Keys.of(k, v, ctx.plan), sinks)
+        return None, None, *rows.backward(dout if dout.stride(-1) == 1 else dout.contiguous(), out, lse)
 
 
-def _own_gradients(gradients: Keys, plan: Plan) -> Tensor:
-    """The gradient of this rank's own keys [B, local rows, width]: its own part, and those of other ranks in order."""
-    given, taken = plan.links
-    for run, part in KeyExchange(gradients, taken, given, plan).parts():
-        gradients.rows(run).add_(part)
-    own = [gradients.rows(run) for run in plan.groups[plan.ranks.keys_rank]]
-    return own[0] if len(own) == 1 else torch.cat(own, 1) if own else gradients.buffer[:, :0]
+def empty_calls(plan: Plan, call: Call) -> list[Call]:
+    """The calls that compute this rank's rows, forward and backward, on uninitialized tensors.
+
+    call: on this rank's q, k and v, without a mask. Their contents are not read.
+    """
+    rows = Rows(plan, call[5:10], call.q, Keys.empty(call.k, call.v, plan), call.sinks)
+    return [one for piece in plan.pieces.all for one in (rows.forward_call(piece), rows.backward_call(piece))]
 
 
 class Rows:
     """The calls of this rank's rows q [B, local rows, H_q, D], forward and backward."""
 
-    def __init__(self, plan: Plan, options: Options, q: Tensor, keys: Keys):
-        self.plan, self.options, self.q, self.keys = plan, options, q, keys
-        self.runs = plan.groups[plan.ranks.keys_rank]
-        self.exchange = KeyExchange(keys, *plan.links, plan)
+    def __init__(self, plan: Plan, options: Options, q: Tensor, keys: Keys, sinks: Tensor | None):
+        self.plan, self.options, self.q, self.keys, self.sinks = plan, options, q, keys, sinks
+        self.pieces = plan.pieces
 
-    def _pieces(self) -> Iterator[Piece]:
-        """Each piece, once its keys are there. Waits for keys of other ranks when own pieces have been launched."""
-        yield from self.plan.pieces.own
-        for run, part in self.exchange.parts():
-            self.keys.rows(run).copy_(part)
-        yield from self.plan.pieces.rest
+    def _arriving(self) -> Iterator[Piece]:
+        """Each piece, once its keys are there. Own pieces are launched while other keys arrive."""
+        transfer = self.keys.exchange(self.plan)
+        yield from self.pieces.own
+        transfer.wait()
+        yield from self.pieces.rest
 
     def _place(self, piece: Piece) -> slice:
-        begin = offset(self.runs, piece.rows[0])
+        begin = offset(self.plan.own_rows, piece.rows[0])
         return slice(begin, begin + piece.rows[1] - piece.rows[0])
 
-    def _call(self, piece: Piece, partial: bool) -> Call:
+    def _call(self, piece: Piece) -> Call:
         k, v = self.keys.at(piece.keys)
-        call = Call(self.q[:, self._place(piece)], k, v, -1, -1, *self.options)
-        return call._replace(partial=partial).with_mask(self._mask(piece))
+        sinks = self.sinks if self.pieces.rows_once else None
+        return Call(self.q[:, self._place(piece)], k, v, -1, -1, *self.options, sinks=sinks).with_mask(
+            self._mask(piece)
+        )
+
+    def forward_call(self, piece: Piece) -> Call:
+        return self._call(piece)._replace(partial=not self.pieces.rows_once)
+
+    def backward_call(self, piece: Piece) -> Call:
+        return self._call(piece).with_grad
 
     def _mask(self, piece: Piece) -> Mask:
         """The mask of a piece. Documents of a piece are kept: their ids never change."""
-        whole, prepared = self.plan.mask, self.plan.prepared
+        whole = self.plan.mask
         if whole.documents is None:
             return mask_of(piece, whole)
-        key = "mask", piece
-        if key not in prepared:
-            prepared[key] = mask_of(piece, whole)
-        return prepared[key]
+        return self.plan.keep(("mask", piece), lambda: mask_of(piece, whole))
 
-    def forward(self, sinks: Tensor | None, head_dim_v: int) -> tuple[Tensor, Tensor]:
+    def forward(self, head_dim_v: int) -> tuple[Tensor, Tensor]:
         """out and lse of the rows."""
-        q, dtype, pieces = self.q, accumulator(self.q.dtype), self.plan.pieces
-        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
-        allocate = torch.empty if pieces.are_all_rows(self.runs) else torch.zeros
+        q, sinks, pieces, dtype = self.q, self.sinks, self.pieces, accumulator(self.q.dtype)
+        allocate = torch.empty if pieces.are_all_rows(self.plan.own_rows) else torch.zeros
         out = allocate((*q.shape[:3], head_dim_v), dtype=q.dtype if pieces.rows_once else dtype, device=q.device)
+        shape = q.shape[0], q.shape[2], q.shape[1]
         if pieces.rows_once:
+            if pieces.is_one(self.plan.own_rows):
+                (piece,) = self._arriving()
+                return out, ops.run(self.forward_call(piece), out)[1]
+            lse = q.new_full(shape, -torch.inf, dtype=dtype)
             if sinks is not None:
                 lse.copy_(sinks.to(dtype)[None, :, None].expand_as(lse))
-            for piece in self._pieces():
-                rows, call = self._place(piece), self._call(piece, False)
-                call = call if sinks is None else call._replace(sinks=sinks)
-                lse[:, :, rows] = ops.run(call, out[:, rows])[1]
+            for piece in self._arriving():
+                rows = self._place(piece)
+                lse[:, :, rows] = ops.run(self.forward_call(piece), out[:, rows])[1]
             return out, lse
+        lse = q.new_full(shape, -torch.inf, dtype=dtype)
         written: Runs = ()
-        for piece in self._pieces():
-            rows, part = self._place(piece), Partial(*ops.run(self._call(piece, True)))
+        for piece in self._arriving():
+            rows, part = self._place(piece), Partial(*ops.run(self.forward_call(piece)))
             if overlap(written, (piece.rows,)):
                 part = merge(Partial(out[:, rows], lse[:, :, rows]), part)
             out[:, rows], lse[:, :, rows] = part
@@ -182,21 +169,35 @@ class Rows:
         whole = Partial(out, lse) if sinks is None else with_sinks(Partial(out, lse), sinks)
         return whole.out.to(q.dtype), whole.lse
 
-    def backward(self, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Keys]:
-        """dq, and dk and dv of all held keys in float32 at least. dout, out and lse are those of whole rows."""
-        pieces = self.plan.pieces
-        allocate = torch.empty if pieces.rows_once and pieces.are_all_rows(self.runs) else torch.zeros
-        dtype = self.q.dtype if pieces.rows_once else accumulator(self.q.dtype)
-        dq = allocate(self.q.shape, dtype=dtype, device=self.q.device)
-        dkv = self.keys.gradients()
-        for piece in self._pieces():
-            rows, call = self._place(piece), self._call(piece, False).with_grad
+    def backward(self, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The gradients of q, k, v and sinks. dout, out and lse are those of whole rows."""
+        pieces, q = self.pieces, self.q
+        dtype = q.dtype if pieces.rows_once else accumulator(q.dtype)
+        is_one = pieces.is_one(self.plan.own_rows)
+        allocate = torch.empty if pieces.rows_once and pieces.are_all_rows(self.plan.own_rows) else torch.zeros
+        dq = allocate((0,) if is_one else q.shape, dtype=dtype, device=q.device)
+        k, v = self.keys.buffer[:, :, : self.keys.width], self.keys.buffer[:, :, self.keys.width :]
+        gradients = KeyGradients(self.plan, self.keys.heads, (k, v))
+        dsinks: list[Tensor] = []
+        for piece in self._arriving():
+            rows, call = self._place(piece), self.backward_call(piece)
             given = dout[:, rows], out[:, rows], lse[:, :, rows].contiguous(), None
-            dq_part, *parts, _ = ops.BACKWARD(*given, *call.arguments)
-            if pieces.rows_once:
+            dq_part, dk, dv, dsinks_part = ops.BACKWARD(*given, *call.arguments)
+            if is_one:
+                dq = dq_part
+            elif pieces.rows_once:
                 dq[:, rows] = dq_part
             else:
                 dq[:, rows].add_(dq_part)
-            for gradient, part in zip(dkv.at(piece.keys), parts):
-                gradient.add_(part)
-        return dq.to(self.q.dtype), dkv
+            dsinks.append(dsinks_part)
+            gradients.add(dk, dv)
+        dk, dv = gradients.exchange()
+        if self.sinks is None:
+            return dq.to(q.dtype), dk, dv, None
+        if not pieces.rows_once:  # pieces saw no sinks, since a row is in several
+            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+            dsinks = [ops.sinks_gradient(Call(q, q, q, sinks=self.sinks), lse, delta)]
+        total = torch.zeros_like(self.sinks, dtype=lse.dtype)
+        for part in dsinks:
+            total += part
+        return dq.to(q.dtype), dk, dv, total.to(self.sinks.dtype)

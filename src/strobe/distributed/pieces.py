@@ -97,17 +97,25 @@ class Pieces:
     rest: tuple[Piece, ...]
 
     @cached_property
+    def all(self) -> tuple[Piece, ...]:
+        return self.own + self.rest
+
+    @cached_property
     def rows_once(self) -> bool:
         """Whether no row is in two pieces, so that pieces give results and not parts of results."""
-        return sum(stop - start for (start, stop), _ in (*self.own, *self.rest)) == size(self._rows)
+        return sum(stop - start for (start, stop), _ in self.all) == size(self._rows)
 
     def are_all_rows(self, runs: Runs) -> bool:
         """Whether each of these rows is in a piece."""
         return self._rows == runs
 
+    def is_one(self, runs: Runs) -> bool:
+        """Whether one piece has all of these rows."""
+        return len(self.all) == 1 and self.are_all_rows(runs)
+
     @cached_property
     def _rows(self) -> Runs:
-        return union(piece.rows for piece in (*self.own, *self.rest))
+        return union(piece.rows for piece in self.all)
 
     @staticmethod
     def of(runs: Runs, visible: Visible, mask: Mask, own_first: bool) -> Pieces:

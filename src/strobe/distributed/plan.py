@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -16,7 +17,7 @@ from ..problem.mask import Mask
 from . import runs as run_lists
 from .group import Ranks
 from .pieces import Pieces
-from .runs import Runs, cut, offset, overlap, size, union, without
+from .runs import Run, Runs, cut, layers, offset, overlap, size, union, without
 from .visible import Visible, imbalance
 
 LINK, PEAK = 350e9, 700e12  # bytes/s of NVLink and FLOP/s of a forward on one H200, for `explain`
@@ -166,11 +167,34 @@ class Plan:
         given = tuple(self.sent(mine, other) for other in range(self.keys_size))
         return given, tuple(self.sent(other, mine) for other in range(self.keys_size))
 
+    @property
+    def own_rows(self) -> Runs:
+        """The rows of this rank's heads group: those that this rank computes, for some of the heads."""
+        return self.groups[self.ranks.keys_rank]
+
     @cached_property
     def pieces(self) -> Pieces:
         """The calls of this rank."""
-        mine = self.groups[self.ranks.keys_rank]
-        return Pieces.of(mine, self.visible, self.mask, self.settings.own_first)
+        return self._pieces[self.ranks.keys_rank]
+
+    @cached_property
+    def _pieces(self) -> tuple[Pieces, ...]:
+        """The calls of each rank of a `keys` group."""
+        return tuple(Pieces.of(runs, self.visible, self.mask, self.settings.own_first) for runs in self.groups)
+
+    @cached_property
+    def key_layers(self) -> tuple[tuple[tuple[Run, tuple[int, ...]], ...], ...]:
+        """For each rank of a `keys` group the keys of its pieces: disjoint runs and the numbers of their pieces."""
+        return tuple(layers([piece.keys for piece in pieces.all]) for pieces in self._pieces)
+
+    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once. Tensors are ready on every stream."""
+        if key not in self.prepared:
+            made = make()
+            if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().synchronize()
+            self.prepared[key] = made
+        return self.prepared[key]
 
     # ------------------------------------------------------------ what it costs
 

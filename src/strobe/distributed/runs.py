@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -46,6 +47,21 @@ def without(a: Runs, b: Runs) -> Runs:
     for start, stop in b:
         a = tuple(part for x in a for part in ((x[0], min(x[1], start)), (max(x[0], stop), x[1])) if part[0] < part[1])
     return a
+
+
+def layers(spans: Sequence[Run]) -> tuple[tuple[Run, tuple[int, ...]], ...]:
+    """Disjoint runs in order, each with the numbers of the spans that it lies in. Together they are all spans.
+
+    >>> layers([(0, 4), (2, 6)])
+    (((0, 2), (0,)), ((2, 4), (0, 1)), ((4, 6), (1,)))
+    """
+    edges = sorted({edge for span in spans for edge in span})
+    found = []
+    for start, stop in pairwise(edges):
+        holding = tuple(number for number, span in enumerate(spans) if span[0] <= start and stop <= span[1])
+        if holding:
+            found.append(((start, stop), holding))
+    return tuple(found)
 
 
 def size(runs: Runs) -> int:

@@ -463,3 +463,12 @@ def insert_keywords(call: Call, keywords: tuple) -> None:
     choice = None if unseen_mode_active() else CACHE.lookup(DIRECT, *call.parted)
     if choice is not None:
         CACHE.insert(KEYWORDS, call[:3], (*keywords, call.deterministic), PlainEntry.of(call, choice))
+
+
+def run_example(problem: Problem, device: torch.device) -> None:
+    """Run a problem once on zeros, with its backward if it needs gradients, so that its kernels are compiled."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        call = problem.example(device)
+        out, lse = run(call)
+        if problem.needs_grad:
+            torch.autograd.grad([out, lse], call[:3], [torch.zeros_like(out), torch.zeros_like(lse)])
