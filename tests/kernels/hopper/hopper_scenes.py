@@ -221,7 +221,7 @@ def backward_dq_semaphore() -> tuple[Tensor, ...]:
     return _backward(640, 384, 64, deterministic=True)
 
 
-def _decode(dtype: torch.dtype = torch.bfloat16, together: int = 0) -> tuple[Tensor, ...]:
+def _decode(dtype: torch.dtype = torch.bfloat16, cluster: int = 0) -> tuple[Tensor, ...]:
     draw = torch.Generator().manual_seed(4)
     columns = 26
     q, k, v = (
@@ -232,7 +232,7 @@ def _decode(dtype: torch.dtype = torch.bfloat16, together: int = 0) -> tuple[Ten
     call = DecodeCall(
         q, k.to(dtype), v.to(dtype), torch.tensor([410], dtype=torch.int32), table, right=0, kernel="hopper"
     )
-    with posing(H200), patch.multiple(decode_config, together=lambda *_: together, splits=lambda *_: (2, 256)):
+    with posing(H200), patch.multiple(decode_config, cluster_size=lambda *_: cluster, splits=lambda *_: (2, 256)):
         return ops_decode.run(call)
 
 
@@ -250,7 +250,7 @@ def decode_float8() -> tuple[Tensor, ...]:
 
 def decode_cluster() -> tuple[Tensor, ...]:
     """Four splits of two key tiles, the last one partial. They run in one cluster and send each other their shares."""
-    return _decode(together=4)
+    return _decode(cluster=4)
 
 
 def invariant() -> tuple[Tensor, ...]:
@@ -281,7 +281,7 @@ KERNELS = "../../../src/strobe/kernels/"
 FORWARD = KERNELS + "[dh]*/[fp][oi][rp]*.py"  # forward*.py and pipeline.py
 REDO = KERNELS + "[dh]*/[fpot][oip][rptl]*.py"  # these, optimistic_softmax.py, tile_redo.py and tile_scheduler.py
 BACKWARD = KERNELS + "hopper/backward*.py"
-DECODE = KERNELS + "hopper/decode.py"
+DECODE = KERNELS + "hopper/decode*.py"
 CLUSTER = KERNELS + "[dh]*/[cd][le][uc]*.py"  # cluster*.py and decode*.py
 FORWARD_DOCUMENTS = KERNELS + "[dh]*/[fpotz][oipe][rptl][weio]*.py"  # those of REDO and zero_foreign_rows.py
 BACKWARD_MENDED = KERNELS + "[dh]*/[bz][ae][cr]*.py"  # backward*.py and zero_foreign_rows.py

@@ -96,9 +96,9 @@ def test_widths(head_dim, head_dim_v, fp8, page_size, shares, monkeypatch):
         k, v, table = bits(k), bits(v), table.view(batch, -1)
     CACHE.clear()
     if shares == "in global memory":
-        monkeypatch.setattr(decode_config, "together", lambda *_: 0)
+        monkeypatch.setattr(decode_config, "cluster_size", lambda *_: 0)
     call = DecodeCall(q, k, v, lengths, table, None, *scales, right=0, kernel="hopper")
-    assert (ops_decode.decide(call).forward.config.form.cluster > 1) == (shares == "in a cluster")
+    assert (ops_decode.decide(call).forward.config.traits.cluster > 1) == (shares == "in a cluster")
     judged(call)
 
 
@@ -108,11 +108,11 @@ def test_widths(head_dim, head_dim_v, fp8, page_size, shares, monkeypatch):
 def test_long_rows(name, monkeypatch):
     """Tiles of 128 keys, as rows have them of which SMs have many."""
     CACHE.clear()
-    monkeypatch.setattr(decode_config, "together", lambda *_: 0)
+    monkeypatch.setattr(decode_config, "cluster_size", lambda *_: 0)
     monkeypatch.setattr(decode_config, "streamed", lambda *_: True)
     for turn, family in enumerate(FAMILIES):
         call = DECODES[name].build("cuda", DTYPES[turn % 2], family, turn, "hopper", False)
-        assert ops_decode.decide(call).forward.config.form.block_n == 128
+        assert ops_decode.decide(call).forward.config.traits.block_n == 128
         judged(call)
 
 
@@ -130,7 +130,8 @@ def test_clusters_of_any_size_and_any_rows(keys, tokens, group):
     for length in (keys, keys // 3, 0):
         call = DecodeCall(q, k, v, torch.tensor([length], dtype=torch.int32, device="cuda"), right=0, kernel="hopper")
         most = 8 if tokens * group == 64 else 16  # two programs of 64 rows are more than an SM has room for
-        assert ops_decode.decide(call).forward.config.form.cluster == min(most, 1 << (-(-keys // 64) - 1).bit_length())
+        programs = 1 << (-(-keys // 64) - 1).bit_length()
+        assert ops_decode.decide(call).forward.config.traits.cluster == min(most, programs)
         judged(call)
         first, wrong = ops_decode.run(call), torch.zeros((), dtype=torch.int32, device="cuda")
         for _ in range(1000):

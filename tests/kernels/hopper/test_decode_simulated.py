@@ -128,9 +128,9 @@ IN_MEMORY = (
 def test_the_hopper_decode_with_shares_in_global_memory(n, name, monkeypatch):
     """As splits that are too many or too long to run together have them."""
     call = built(name, n, "hopper")
-    assert select(DecodeProblem.from_call(call), H200).forward.config.form.cluster > 1
-    monkeypatch.setattr(config, "together", lambda *_: 0)
-    assert not select(DecodeProblem.from_call(call), H200).forward.config.form.cluster
+    assert select(DecodeProblem.from_call(call), H200).forward.config.traits.cluster > 1
+    monkeypatch.setattr(config, "cluster_size", lambda *_: 0)
+    assert not select(DecodeProblem.from_call(call), H200).forward.config.traits.cluster
     assert simulated(call, SCHEDULES[n % 3], monkeypatch) == []
 
 
@@ -138,7 +138,7 @@ def test_the_hopper_decode_with_shares_in_global_memory(n, name, monkeypatch):
 @pytest.mark.parametrize("size, name", [(2, ""), (8, "pages_one_head"), (16, "dense_nothing"), (16, "pages_lost")])
 def test_the_hopper_decode_in_clusters_of_any_size(size, name, monkeypatch):
     """More programs than tiles of keys, and fewer; a row a program, and no sequence at all."""
-    monkeypatch.setattr(config, "together", lambda *_: size)
+    monkeypatch.setattr(config, "cluster_size", lambda *_: size)
     call = built(name, size, "hopper") if name else wide_call(64, 64, torch.bfloat16, 16)
     assert simulated(call, SCHEDULES[size % 3], monkeypatch) == []
 
@@ -156,7 +156,7 @@ def test_splits_run_together_where_that_is_fast():
         found = select(
             DecodeProblem.from_call(call._replace(right=0, kernel="hopper", **options)), target
         ).forward.config
-        return found.form.cluster, found.split_size
+        return found.traits.cluster, found.split_size
 
     assert [chosen(1, keys)[0] for keys in (64, 128, 512, 1024, 4096, 4097, 8192)] == [0, 2, 8, 16, 16, 0, 0]
     assert [chosen(batch, 1024)[0] for batch in (2, 4, 8, 16)] == [8, 4, 0, 0] and chosen(4, 512) == (4, 128)
@@ -172,10 +172,10 @@ def test_splits_run_together_where_that_is_fast():
     "n, name", list(enumerate(("dense_tokens_5", "dense_softcap_sinks", "dense_window", "dense_left_padded")))
 )
 def test_the_hopper_decode_of_long_rows(n, name, monkeypatch):
-    monkeypatch.setattr(config, "together", lambda *_: 0)
+    monkeypatch.setattr(config, "cluster_size", lambda *_: 0)
     monkeypatch.setattr(config, "streamed", lambda *_: True)
     call = built(name, n, "hopper")
-    assert select(DecodeProblem.from_call(call), H200).forward.config.form.block_n == config.STREAMED.block_n
+    assert select(DecodeProblem.from_call(call), H200).forward.config.traits.block_n == config.STREAMED.block_n
     assert simulated(call, SCHEDULES[n % 3], monkeypatch) == []
 
 
@@ -201,8 +201,8 @@ def test_long_rows_are_streamed():
             kernel="hopper",
         )
         found = select(DecodeProblem.from_call(call._replace(**options)), H200).forward.config
-        assert found.form.block_n == 64 or found.form.single
-        return found.form.block_n
+        assert found.traits.block_n == 64 or found.traits.single
+        return found.traits.block_n
 
     assert [
         tile(batch, keys) for batch, keys in ((64, 8192), (128, 4096), (32, 8192), (32, 4096), (8, 32768), (64, 2048))
@@ -266,7 +266,7 @@ def test_offsets_beyond_32_bits_are_of_64(monkeypatch):
     call = wide_call(64, 64, torch.bfloat16, 16)
     assert config.furthest(DecodeProblem.from_call(call)) < 2**20
     monkeypatch.setattr(config, "furthest", lambda problem: 2**31)
-    assert not select(DecodeProblem.from_call(call), H200).forward.config.form.near
+    assert not select(DecodeProblem.from_call(call), H200).forward.config.traits.int32_offsets
     assert simulated(call, SCHEDULES[1], monkeypatch) == []
 
 

@@ -178,15 +178,15 @@ def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
     monkeypatch.setattr(ops_decode, "empty_here", places.fresh)
     call = DECODES[name].build("cpu", torch.bfloat16, "normal", 0, "hopper", False)
     if keys != "splits in a cluster":
-        monkeypatch.setattr("strobe.kernels.hopper.decode_config.together", lambda *_: 0)
+        monkeypatch.setattr("strobe.kernels.hopper.decode_config.cluster_size", lambda *_: 0)
     if keys == "one split":
         monkeypatch.setattr("strobe.kernels.hopper.decode_config.splits", lambda capacity, *_: (1, capacity))
     with posing(FAKES["H200"]):
         choice = ops_decode.decide(call)
-        assert choice.forward.config.form.single == (keys == "one split") and (choice.forward.room > 0) == (
+        assert choice.forward.config.traits.single == (keys == "one split") and (choice.forward.room > 0) == (
             keys == "splits"
         )
-        assert (choice.forward.config.form.cluster > 0) == (keys == "splits in a cluster")
+        assert (choice.forward.config.traits.cluster > 0) == (keys == "splits in a cluster")
         made = []
         for _ in range(4):
             places.given = 0

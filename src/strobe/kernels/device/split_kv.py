@@ -92,7 +92,7 @@ def keys_of_tile(block, num_keys, tokens, window, traits: tl.constexpr):
         start = tl.maximum(num_keys - tokens + block * traits.block_m // traits.group - window.left, 0)
     if traits.right:
         last = tl.minimum((block * traits.block_m + traits.block_m - 1) // traits.group, tokens - 1)
-        stop = tl.minimum(stop, num_keys - tokens + last + window.right + 1)
+        stop = tl.maximum(tl.minimum(stop, num_keys - tokens + last + window.right + 1), 0)
     return KeyRange(start, stop)
 
 

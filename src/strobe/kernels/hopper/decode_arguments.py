@@ -43,10 +43,10 @@ class KeyScales(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Where splits leave their results; None with one split or a cluster.
+    """Where splits leave their partial results; None with one split or a cluster.
 
-    o holds O [joined_rows, block_dv] of each split of each tile, then all log-sum-exps [joined_rows], float32. counters
-    holds how many splits of a tile are done, 0 before and after a launch.
+    o holds O [partial_rows, block_dv] of each split of each tile, then all log-sum-exps [partial_rows], float32.
+    counters holds how many splits of a tile are done, 0 before and after a launch.
     """
 
     o: Any
@@ -105,35 +105,44 @@ class SoftmaxScalars(NamedTuple):
     q_scale: Any
 
 
-class SplitKeys(NamedTuple):
-    """The keys start .. stop - 1 of a sequence that one program attends to."""
+class SplitTile(NamedTuple):
+    """What one program computes: a split of the keys for a tile of rows."""
 
     batch: Any
     head: Any  # key head
-    first_key: Any  # row of the sequence's key 0 in its batch entry
-    start: Any
-    stop: Any
-    num_pages: Any
+    block: Any  # tile of the key head's rows
+    split: Any
 
 
 class TileRows(NamedTuple):
-    """The rows of a key head's tile: tokens, each with the query heads of the group."""
+    """The rows of a tile: tokens of a sequence, each with the query heads of a key head."""
 
     batch: Any
     head: Any  # key head
+    block: Any  # tile of the key head's rows
     tokens: Any  # of the sequence
     heads_kv: Any
     lse_rows: Any  # of a head in lse
 
 
-class KeyPool(NamedTuple):
-    """Where keys and values lie."""
+class PageTable(NamedTuple):
+    """Page ids of a sequence; `ids` is not read where keys lie in rows."""
+
+    ids: Any
+    capacity: Any  # keys
+    num_pages: Any  # of the pool
+
+
+class KeyCache(NamedTuple):
+    """Keys and values of a key head of a sequence."""
 
     k: Any
     v: Any
-    page_table: Any  # of the sequence
-    capacity: Any
-    errors: Any  # error word
+    strides: Any  # Strides of the call
+    table: PageTable
+    batch: Any
+    head: Any
+    first_key: Any  # row of the sequence's key 0 in its batch entry
 
 
 class PageIds(NamedTuple):
@@ -143,12 +152,12 @@ class PageIds(NamedTuple):
     v: Any
 
 
-class FirstPages(NamedTuple):
-    """PageIds of the next two tiles to copy, and page ids of the first tile as its scores need them."""
+class PrefetchedPages(NamedTuple):
+    """PageIds of the next two tiles to copy, and the page ids of the next tile of scores, as those need them."""
 
-    current: PageIds
-    upcoming: PageIds
-    scored: Any
+    to_copy: PageIds
+    to_copy_next: PageIds
+    of_scores: Any
 
 
 class DecodeSmem(NamedTuple):
@@ -161,7 +170,7 @@ class DecodeSmem(NamedTuple):
 
 
 class DecodeOutputs(NamedTuple):
-    """What whole rows are written to, and the sinks that enter once."""
+    """What finished rows are written to, and the sinks."""
 
     out: Any
     lse: Any

@@ -15,9 +15,10 @@ from ...problem.mask import NO_BOUND
 from ...problem.problem import ALIGNMENT, Problem
 from ...problem.target import KIB, Target
 from ..protocol import Buffer, Cost, Forward, Plan, decode_cost, launches_clusters
+from ..runtime import split_kv
 from ..runtime.batch_invariant import as_decode
 from ..runtime.compile_cache import Constants
-from ..runtime.split_kv import Traits, splits, traits
+from ..runtime.split_kv import Traits, splits
 from ..runtime.tma_requirements import against_tools
 
 CAPABILITY = 90
@@ -28,44 +29,44 @@ LEAST_WIDTH, LEAST_WIDTH_V = 16, 64  # of products: columns of values are rows o
 MOST_SHARED = 227 * KIB
 RESERVED = KIB  # shared memory that the system takes per program
 # numbers of partial results loaded at once: 128 registers per thread, or half if tiles need more themselves
-JOINED_NUMBERS = 128 * 128
-MOST_JOINED = 32
-MOST_TOGETHER, ALWAYS_TOGETHER = 16, 8  # programs per cluster: where 16 SMs form a GPC; on any Hopper GPU
+PARTIAL_NUMBERS = 128 * 128
+MOST_SPLITS_PER_LOAD = 32
+MOST_CLUSTER, PORTABLE_CLUSTER = 16, 8  # programs per cluster: where 16 SMs form a GPC; on any Hopper GPU
 # shared memory: available without opt-in; upper limit of the compiler's reductions
 UNASKED, SCRATCH = 48 * KIB, 4 * KIB
 # key tiles per program of a cluster, one program per SM; with more, twice as many programs are as fast (H200)
-BLOCKS_TOGETHER = 4
-EARLY = True  # programmatic dependent launch
+BLOCKS_PER_PROGRAM = 4
+PROGRAMMATIC_LAUNCH = True  # programmatic dependent launch
 
 
-class DecodeTuning(NamedTuple):
+class TileConfig(NamedTuple):
     block_n: int
     stages: int  # all but one are in flight
 
 
 # The first of which two programs fit on an SM, else the first that fits: the fastest on an H200.
-DECODE_TUNINGS = (DecodeTuning(64, 3), DecodeTuning(64, 2))
+TILES = (TileConfig(64, 3), TileConfig(64, 2))
 # of contiguous caches (see `streamed`); the sizes it was measured for
-STREAMED, STREAMED_WIDTH, STREAMED_ROWS = DecodeTuning(128, 2), 128, 16
+STREAMED, STREAMED_WIDTH, STREAMED_ROWS = TileConfig(128, 2), 128, 16
 STREAMED_KEYS = 12_000  # keys per SM
 
 
 @dataclass(frozen=True)
-class DecodeForm(Constants, Traits):
+class DecodeTraits(Constants, Traits):
     """Compile-time constants of the decode. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     block_m: int
     block_n: int
     stages: int
     fp8: bool  # 8-bit keys
-    joined_rows: int  # rows per tile that can be queries
-    one_stride: bool  # k and v have the same strides
-    near: bool  # offsets in k and v fit into 32 bits
-    banded: bool  # rows of a tile see different keys
-    joined: int = 1  # splits whose partial results of a tile are loaded at once
+    partial_rows: int  # rows per tile that can be queries
+    same_strides: bool  # k and v have the same strides
+    int32_offsets: bool  # offsets in k and v fit into 32 bits
+    masks_queries: bool  # rows of a tile see different keys
+    splits_per_load: int = 1  # splits whose partial results of a tile are loaded at once
     single: bool = False  # one split: nothing to combine
     in_order: bool = False  # splits are combined in order, as `invariant` processes them
-    early: bool = False  # programmatic dependent launch
+    programmatic_launch: bool = False  # programmatic dependent launch
     # Splits per cluster, one program each, combined in shared memory. 0: splits are combined in global memory.
     cluster: int = 0
 
@@ -82,9 +83,9 @@ class DecodeForm(Constants, Traits):
         return padded(self.head_dim_v, LEAST_WIDTH_V)
 
     @property
-    def alike(self) -> bool:
+    def same_offsets(self) -> bool:
         """Whether a key and its value have the same offset in k and v."""
-        return self.one_stride and self.head_dim == self.head_dim_v and self.block_d == self.block_dv
+        return self.same_strides and self.head_dim == self.head_dim_v and self.block_d == self.block_dv
 
     @property
     def itemsize(self) -> int:
@@ -92,7 +93,7 @@ class DecodeForm(Constants, Traits):
         return 1 if self.fp8 else 2
 
     @property
-    def lift(self) -> float:
+    def log2_offset(self) -> float:
         """log2 offset by which p may exceed 1: a float16 below 2^-14 loses bits (device.conditional_rescaling)."""
         return 14.0 if self.dtype == "float16" or self.fp8 else 0.0
 
@@ -110,7 +111,7 @@ class DecodeForm(Constants, Traits):
     @property
     def sent_rows(self) -> int:
         """Rows that each program of a cluster sends, at least two."""
-        return max(2, self.joined_rows)
+        return max(2, self.partial_rows)
 
     @property
     def inbox_bytes(self) -> int:
@@ -130,7 +131,7 @@ class DecodeForm(Constants, Traits):
 
 
 @dataclass(frozen=True)
-class InvariantForm(DecodeForm):
+class InvariantTraits(DecodeTraits):
     """Compile-time constants of a forward with batch_invariant: those of the decode, with more rows."""
 
     packed: bool = False
@@ -147,10 +148,10 @@ class InvariantForm(DecodeForm):
 
 @dataclass(frozen=True)
 class InvariantConfig:
-    form: InvariantForm
+    traits: InvariantTraits
 
     def __str__(self) -> str:
-        f = self.form
+        f = self.traits
         return (
             f"as a decode: block_m={f.block_m} block_n={f.block_n} stages={f.stages}, shared "
             f"{f.shared_bytes() / KIB:.0f} KiB"
@@ -158,22 +159,22 @@ class InvariantConfig:
 
 
 def invariant_config(problem: Problem) -> InvariantConfig:
-    form = form_of(as_decode(problem))
+    traits = traits_of(as_decode(problem))
     # the last two are unused here
-    form = replace(form, stages=2, block_m=2 * form.block_m, joined_rows=0, one_stride=False)
+    traits = replace(traits, stages=2, block_m=2 * traits.block_m, partial_rows=0, same_strides=False)
     return InvariantConfig(
-        InvariantForm(**{field.name: getattr(form, field.name) for field in fields(form)}, packed=problem.packed)
+        InvariantTraits(**{field.name: getattr(traits, field.name) for field in fields(traits)}, packed=problem.packed)
     )
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    form: DecodeForm
+    traits: DecodeTraits
     n_splits: int
     split_size: int  # in keys
 
     def __str__(self) -> str:
-        f = self.form
+        f = self.traits
         shares = f"{self.n_splits} splits of {self.split_size} keys" if self.n_splits > 1 else "one split"
         shares = f"{self.n_splits} splits by turns in a cluster" if f.cluster else shares
         return (
@@ -191,7 +192,7 @@ def padded_to(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def together(form: DecodeForm, blocks: int, tiles: int, sm_count: int) -> int:
+def cluster_size(traits: DecodeTraits, blocks: int, tiles: int, sm_count: int) -> int:
     """Number of programs that split a tile's keys in a cluster, one per SM; 0 if there are too many keys.
 
     Time with a cluster, and combined through global memory (H200, 32/8 heads of 128):
@@ -200,18 +201,20 @@ def together(form: DecodeForm, blocks: int, tiles: int, sm_count: int) -> int:
         1 sequence of 4096    9.0 us, 9.4 us
         2 sequences of 512    7.8 us, 5.4 us (clusters of 16, two programs per SM)
     """
-    most = min(MOST_TOGETHER, padded(blocks, 1), 1 << (max(1, sm_count // max(1, tiles)).bit_length() - 1))
-    for size in (most, min(most, ALWAYS_TOGETHER)):
-        room = 2 if size > ALWAYS_TOGETHER else 1  # programs per SM: 16 then need at most 8 SMs
-        shared = replace(form, cluster=size).shared_bytes()
+    most = min(MOST_CLUSTER, padded(blocks, 1), 1 << (max(1, sm_count // max(1, tiles)).bit_length() - 1))
+    for size in (most, min(most, PORTABLE_CLUSTER)):
+        room = 2 if size > PORTABLE_CLUSTER else 1  # programs per SM: 16 then need at most 8 SMs
+        shared = replace(traits, cluster=size).shared_bytes()
         # Triton's launcher requests more shared memory only if the kernel's own allocation needs it.
-        fits = room * (shared + RESERVED) <= MOST_SHARED and (form.own_bytes() > UNASKED or shared + SCRATCH <= UNASKED)
-        if size > 1 and fits and -(-blocks // size) <= BLOCKS_TOGETHER:
+        fits = room * (shared + RESERVED) <= MOST_SHARED and (
+            traits.own_bytes() > UNASKED or shared + SCRATCH <= UNASKED
+        )
+        if size > 1 and fits and -(-blocks // size) <= BLOCKS_PER_PROGRAM:
             return size
     return 0
 
 
-def streamed(form: DecodeForm, problem: DecodeProblem, tiles: int, sm_count: int) -> bool:
+def streamed(traits: DecodeTraits, problem: DecodeProblem, tiles: int, sm_count: int) -> bool:
     """Whether each SM reads so many keys, from whole contiguous sequences, that one program per SM with twice the tile
     and fewer bytes in flight is faster.
 
@@ -224,17 +227,17 @@ def streamed(form: DecodeForm, problem: DecodeProblem, tiles: int, sm_count: int
         32 sequences of 8192     240.7 us, 242.5 us
     """
     fits = (
-        form.block_d == form.block_dv == STREAMED_WIDTH
-        and form.block_m <= STREAMED_ROWS
-        and not (form.fp8 or problem.paged or form.in_order)
+        traits.block_d == traits.block_dv == STREAMED_WIDTH
+        and traits.block_m <= STREAMED_ROWS
+        and not (traits.fp8 or problem.paged or traits.in_order)
     )
     return fits and 2 * tiles >= 3 * sm_count and tiles * problem.capacity >= STREAMED_KEYS * sm_count
 
 
-def splits_per_load(form: DecodeForm, n_splits: int) -> int:
+def most_splits_per_load(traits: DecodeTraits, n_splits: int) -> int:
     """Splits whose partial results fit into registers at once, at most `n_splits` (rounded up)."""
-    numbers = JOINED_NUMBERS if form.block_m <= 16 and form.block_dv <= 128 else JOINED_NUMBERS // 2
-    return max(1, min(padded(n_splits, 1), MOST_JOINED, numbers // (form.joined_rows * form.block_dv)))
+    numbers = PARTIAL_NUMBERS if traits.block_m <= 16 and traits.block_dv <= 128 else PARTIAL_NUMBERS // 2
+    return max(1, min(padded(n_splits, 1), MOST_SPLITS_PER_LOAD, numbers // (traits.partial_rows * traits.block_dv)))
 
 
 def furthest(problem: DecodeProblem) -> int:
@@ -249,21 +252,21 @@ def furthest(problem: DecodeProblem) -> int:
     )
 
 
-def form_of(problem: DecodeProblem) -> DecodeForm:
-    """The form of a problem, except what depends on the number of splits."""
+def traits_of(problem: DecodeProblem) -> DecodeTraits:
+    """The constants of a problem, except what depends on the number of splits."""
     rows, layout = problem.group * problem.layout.seqlen_q, problem.layout
     most = MOST_ROWS if max(problem.head_dim, problem.head_dim_v) <= 128 else MOST_ROWS_WIDE
-    known = traits(problem) | {
+    known = split_kv.traits(problem) | {
         "block_m": min(most, padded(rows, LEAST_ROWS)),
-        "joined_rows": min(most, padded(rows, 1)),
+        "partial_rows": min(most, padded(rows, 1)),
         "fp8": problem.cache_dtype == FP8,
-        "one_stride": problem.strides[1] == problem.strides[2],
-        "near": furthest(problem) < 2**31,
-        "banded": layout.seqlen_q > 1 and (problem.left, problem.right) != (NO_BOUND, NO_BOUND),
+        "same_strides": problem.strides[1] == problem.strides[2],
+        "int32_offsets": furthest(problem) < 2**31,
+        "masks_queries": layout.seqlen_q > 1 and (problem.left, problem.right) != (NO_BOUND, NO_BOUND),
         "in_order": problem.batch_invariant,
     }
-    forms = [DecodeForm(block_n=t.block_n, stages=t.stages, **known) for t in DECODE_TUNINGS]
-    return next(f for n in (2, 1) for f in forms if n * (f.shared_bytes() + RESERVED) <= MOST_SHARED)
+    found = [DecodeTraits(block_n=t.block_n, stages=t.stages, **known) for t in TILES]
+    return next(f for n in (2, 1) for f in found if n * (f.shared_bytes() + RESERVED) <= MOST_SHARED)
 
 
 class HopperDecode:
@@ -289,23 +292,30 @@ class HopperDecode:
         return against_tools()
 
     def config(self, problem: DecodeProblem, target: Target) -> DecodeConfig:
-        form = form_of(problem)
-        tiles = problem.layout.batch * problem.heads_kv * -(-problem.group * problem.layout.seqlen_q // form.block_m)
-        blocks = max(1, -(-problem.capacity // form.block_n))
+        traits = traits_of(problem)
+        tiles = problem.layout.batch * problem.heads_kv * -(-problem.group * problem.layout.seqlen_q // traits.block_m)
+        blocks = max(1, -(-problem.capacity // traits.block_n))
         if (
             not problem.batch_invariant
             and launches_clusters()
-            and (cluster := together(form, blocks, tiles, target.sm_count))
+            and (cluster := cluster_size(traits, blocks, tiles, target.sm_count))
         ):
             return DecodeConfig(
-                replace(form, early=EARLY, cluster=cluster), cluster, -(-blocks // cluster) * form.block_n
+                replace(traits, programmatic_launch=PROGRAMMATIC_LAUNCH, cluster=cluster),
+                cluster,
+                -(-blocks // cluster) * traits.block_n,
             )
-        if streamed(form, problem, tiles, target.sm_count):
-            form = replace(form, block_n=STREAMED.block_n, stages=STREAMED.stages)
-        slots = target.sm_count * (MOST_SHARED // (form.shared_bytes() + RESERVED))
-        n_splits, split_size = splits(problem.capacity, tiles, form.block_n, 0 if problem.batch_invariant else slots)
+        if streamed(traits, problem, tiles, target.sm_count):
+            traits = replace(traits, block_n=STREAMED.block_n, stages=STREAMED.stages)
+        slots = target.sm_count * (MOST_SHARED // (traits.shared_bytes() + RESERVED))
+        n_splits, split_size = splits(problem.capacity, tiles, traits.block_n, 0 if problem.batch_invariant else slots)
         return DecodeConfig(
-            replace(form, early=EARLY, joined=splits_per_load(form, n_splits), single=n_splits == 1),
+            replace(
+                traits,
+                programmatic_launch=PROGRAMMATIC_LAUNCH,
+                splits_per_load=most_splits_per_load(traits, n_splits),
+                single=n_splits == 1,
+            ),
             n_splits,
             split_size,
         )
@@ -314,14 +324,14 @@ class HopperDecode:
         return decode_cost(problem)
 
     def workspace(self, problem: DecodeProblem, config: DecodeConfig) -> tuple[Buffer, ...]:
-        form, layout = config.form, problem.layout
-        if form.single or form.cluster:
+        traits, layout = config.traits, problem.layout
+        if traits.single or traits.cluster:
             return ()
         programs = (
-            layout.batch * problem.heads_kv * -(-layout.seqlen_q * problem.group // form.block_m) * config.n_splits
+            layout.batch * problem.heads_kv * -(-layout.seqlen_q * problem.group // traits.block_m) * config.n_splits
         )
         return (
-            Buffer("shares", (programs * form.joined_rows * (form.block_dv + 1),), torch.float32),
+            Buffer("partials", (programs * traits.partial_rows * (traits.block_dv + 1),), torch.float32),
         )  # of o, then of lse
 
     def run(self, plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:

@@ -33,11 +33,12 @@ from .decode_arguments import (
 
 
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
-    problem, form = plan.problem, plan.config.form
+    problem, traits = plan.problem, plan.config.traits
     tiles = problem.layout.batch * problem.heads_kv * row_tiles(plan)
-    shares = (None, None) if form.single or form.cluster else (workspace["shares"], zeros_on(call.q.device, tiles))
+    partials = Partials(None, None)
+    if not traits.single and not traits.cluster:
+        partials = Partials(workspace["partials"], zeros_on(call.q.device, tiles))
     word = error_flags.word(call.q.device)
-    partials = Partials(*shares)
     tensors = DecodeTensors(
         call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks
     )
@@ -60,11 +61,11 @@ def run_invariant(plan: Plan, call: Call, t: Forward) -> None:
 
 
 def invariant_launch(plan: Plan, call: Call, tensors: InvariantTensors, cu_seqlens: CuSeqlens, word: Tensor) -> Launch:
-    problem, form = plan.problem, plan.config.form
+    problem, traits = plan.problem, plan.config.traits
     moved = (tensors.q, tensors.k, tensors.v, tensors.out)
     strides = Strides(*(RowStrides(*protocol.strides_of(x, problem)) for x in moved))
     window = WindowParams(call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
-    count = batch_invariant.programs(problem, form.block_m)
+    count = batch_invariant.programs(problem, traits.block_m)
     if count >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {count} programs are more than a launch can hold; split the batch")
     arguments = (
@@ -72,16 +73,16 @@ def invariant_launch(plan: Plan, call: Call, tensors: InvariantTensors, cu_seqle
         cu_seqlens,
         word,
         strides,
-        batch_invariant.sizes_of(problem, form.block_m),
+        batch_invariant.sizes_of(problem, traits.block_m),
         window,
         DecodeSoftmax(*softmax_parameters(problem)),
-        form,
+        traits,
     )
-    return Launch(invariant_kernel, count, arguments, {"num_warps": form.warps})
+    return Launch(invariant_kernel, count, arguments, {"num_warps": traits.warps})
 
 
 def row_tiles(plan: Plan) -> int:
-    return -(-plan.problem.layout.seqlen_q * plan.problem.group // plan.config.form.block_m)
+    return -(-plan.problem.layout.seqlen_q * plan.problem.group // plan.config.traits.block_m)
 
 
 def decode_launch(plan: Plan, call: DecodeCall, tensors: DecodeTensors, partials: Partials, word: Tensor) -> Launch:
@@ -100,16 +101,16 @@ def decode_launch(plan: Plan, call: DecodeCall, tensors: DecodeTensors, partials
         shape,
         DecodeWindow(call.left, call.right),
         DecodeSoftmax(*softmax_parameters(problem)),
-        config.form,
+        config.traits,
     )
-    together = config.form.cluster or 1
-    programs = layout.batch * problem.heads_kv * n_tiles * config.n_splits // together
+    cluster = config.traits.cluster or 1
+    programs = layout.batch * problem.heads_kv * n_tiles * config.n_splits // cluster
     return Launch(
         decode.decode_kernel,
         programs,
         arguments,
-        {"num_warps": config.form.warps, "launch_pdl": config.form.early},
-        together,
+        {"num_warps": config.traits.warps, "launch_pdl": config.traits.programmatic_launch},
+        cluster,
     )
 
 
