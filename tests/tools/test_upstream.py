@@ -2,6 +2,7 @@
 table with ours.
 """
 
+import ast
 import json
 from pathlib import Path
 
@@ -65,6 +66,25 @@ def test_the_example_is_imported_and_launched_as_on_the_target(file):
     job = theirs(host, Case(64, True, torch.float16))
     assert (job.name, job.grid, job.arguments[2:]) == ("toy_kernel", (148,), (4096, True, 148, 64))
     assert job.arguments[0].shape == (2, 8, 4096, 64) and job.arguments[0].dtype == torch.float16
+
+
+def test_a_row_names_its_source(file):
+    """A Report has a `source`, too: a hash."""
+    case = Case(64, True, torch.float16)
+    row = upstream.row("a toy", case, theirs(example(file, "attention_forward"), case))
+    assert (row["source"], row["case"], row["kernel"]) == ("a toy", "d64 causal float16", "toy_kernel")
+    assert row["registers"] > 0 and not {"code", "seconds", "capability"} & row.keys()
+
+
+def test_no_comprehension_hides_a_function_that_the_same_function_calls():
+    """Python 3.12 inlines comprehensions, and 3.11 does not: what both mean must not depend on that."""
+    tree = ast.parse(Path(upstream.__file__).read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for name, function in functions.items():
+        found = [node for node in ast.walk(function) if isinstance(node, ast.comprehension)]
+        bound = {n.id for node in found for n in ast.walk(node.target) if isinstance(n, ast.Name)}
+        called = {n.func.id for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        assert not bound & called & functions.keys(), name
 
 
 @pytest.mark.nightly

@@ -40,6 +40,8 @@ RESULTS = Path("results/upstream.jsonl")
 BATCH, TOKENS, HEADS, SCALE = 2, 4096, 8, 0.125
 SHAPE = f"B={BATCH} S={TOKENS} H={HEADS}"
 OURS = "strobe"
+# Not recorded of a Report: hashes change with each commit, and a row's source is its name.
+UNRECORDED = ("name", "capability", "seconds", "source", "code")
 WIDE = 200  # columns of the printed table if the output is no terminal
 
 
@@ -115,7 +117,7 @@ def ours(case: Case) -> Job:
 def row(source: str, case: Case, job: Job) -> dict:
     """Compile a launch without a device and return its row."""
     facts = compile_job(job)._asdict()
-    facts = {key: value for key, value in facts.items() if key not in ("name", "capability", "seconds")}
+    facts = {key: value for key, value in facts.items() if key not in UNRECORDED}
     heading = {
         "source": source,
         "case": case.name,
@@ -211,11 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         others = (
             _compiled(a.path, a.source, a.function)
             if a.path
-            else [row for row in read(a.json) if row["source"] != OURS]
+            else [known for known in read(a.json) if known["source"] != OURS]
         )
         rows = [row(OURS, case, ours(case)) for case in CASES] + others
-        rows.sort(key=lambda row: [case.name for case in CASES].index(row["case"]))
-        a.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows.sort(key=lambda known: [case.name for case in CASES].index(known["case"]))
+        a.json.write_text("".join(json.dumps(known) + "\n" for known in rows))
         show(rows)
         if a.table:
             fill(a.table, "upstream", page(rows))

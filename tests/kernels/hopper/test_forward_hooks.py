@@ -324,7 +324,7 @@ def without_broken_promises(kinds: Tensor, size: tuple[int, int], call: Call) ->
     """
     if call.packed:  # causal, of lengths that differ: no full block but those that all sequences see
         return kinds.clamp(max=1)
-    seen = call.mask.dense(call.q.shape[1], call.k.shape[1]).to(kinds.device)
+    seen = call.mask.dense(call.q.shape[1], call.k.shape[1], call.q.device).to(kinds.device)
     whole = torch.ones(seen.shape[0], kinds.shape[2] * size[0], kinds.shape[3] * size[1], device=kinds.device).bool()
     whole[:, : seen.shape[1], : seen.shape[2]] = seen
     whole = whole.unflatten(2, (-1, size[1])).unflatten(1, (-1, size[0])).all(-1).all(2).all(0)
