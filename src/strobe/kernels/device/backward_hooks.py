@@ -13,7 +13,7 @@ gradients of what it reads, by atomics. With documents, a tile of queries is vis
 of other documents then arrive with dscore 0.
 """
 
-from .dialect import gl, gluon, record
+from .dialect import Value, gl, gluon, record
 
 
 @record
@@ -24,19 +24,23 @@ class ScoreMods:
     head: gl.tensor  # query head
     q_start: gl.tensor  # position of the tile's first query
     k_start: gl.tensor  # position of its first key
+    is_full: Value  # whether a list of blocks says that every query sees every key; None without lists of full blocks
     hooks: gl.tuple  # HookParams
 
     @gluon.jit
     def of_tile(self, head, m_block, traits: gl.constexpr):
         """The same keys, and the queries of an m_block of the work tile's head number `head`."""
-        return ScoreMods(
-            self.entry, self.head + head, self.q_start + m_block * traits.block_m, self.k_start, self.hooks
-        )
+        q_start = self.q_start + m_block * traits.block_m
+        return ScoreMods(self.entry, self.head + head, q_start, self.k_start, self.is_full, self.hooks)
+
+    @gluon.jit
+    def of_listed_block(self, is_full):
+        return ScoreMods(self.entry, self.head, self.q_start, self.k_start, is_full, self.hooks)
 
     @gluon.jit
     def shifted(self, row: gl.constexpr, key: gl.constexpr):
         """The tile that begins so many queries and keys further on."""
-        return ScoreMods(self.entry, self.head, self.q_start + row, self.k_start + key, self.hooks)
+        return ScoreMods(self.entry, self.head, self.q_start + row, self.k_start + key, self.is_full, self.hooks)
 
     @gluon.jit
     def modify(self, score, traits: gl.constexpr):
@@ -47,7 +51,16 @@ class ScoreMods:
 
     @gluon.jit
     def mask(self, x, traits: gl.constexpr):
-        """x with -inf where mask_mod is False."""
+        """x with -inf where mask_mod is False, which does not run on a full block of a list."""
+        if self.is_full is None:
+            x = self.apply_mask_mod(x, traits)
+        else:
+            if not self.is_full:
+                x = self.apply_mask_mod(x, traits)
+        return x
+
+    @gluon.jit
+    def apply_mask_mod(self, x, traits: gl.constexpr):
         seen = traits.mask_mod(self.entry, self.head, self.q_idx(x), self.kv_idx(x), self.hooks.mask_aux)
         return gl.where(seen, x, float("-inf"))
 

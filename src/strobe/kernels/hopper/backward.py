@@ -49,8 +49,8 @@ behind the last row and column and writes nothing there. dK and dV of grouped he
 
 To add a feature: scores -> device.backward_hooks.ScoreMods; their gradient -> backward_mainloop.score_gradient; which
 keys a query sees -> backward_mainloop.AttentionMask; which tiles of queries a tile of keys visits ->
-backward_scheduler.BlockInfo; how dQ leaves -> backward_store; a constant of the kernel -> traits.BackwardTraits; a
-scalar -> launch_backward.LaunchParams.
+backward_scheduler.BlockInfo, QueryBlockList; how dQ leaves -> backward_store; a constant of the kernel ->
+traits.BackwardTraits; a scalar -> launch_backward.LaunchParams.
 
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2; FlashAttention-3 (arXiv 2407.08608), section 3 and its
 backward's dQ writer.
@@ -158,7 +158,7 @@ class Consumer:
         pipes, work_phase = self.pipes, state.work(traits).phase
         row: gl.constexpr = ROWS * self.index if traits.split_by_keys else 0
         # prologue
-        work = pipes.work.receive(traits)
+        work = pipes.work.receive(self.launch, traits)
         mask, mods = self.mask_of(work, row), None
         if traits.has_mods:
             mods = self.mods_of(work, row)
@@ -196,7 +196,7 @@ class Consumer:
     def mods_of(self, work, row: gl.constexpr):
         """What the call's functions get in this consumer's keys, for the work tile's first head and first queries."""
         first_head = work.head_part * self.traits.heads_per_program
-        return ScoreMods(work.entry(self.traits), first_head, work.m_start, work.n_start + row, self.launch.hooks)
+        return ScoreMods(work.entry(self.traits), first_head, work.m_start, work.n_start + row, None, self.launch.hooks)
 
     @gluon.jit
     def mainloop(self, work, whole, has_others, mask, mods, dk, dv, row: gl.constexpr, state):

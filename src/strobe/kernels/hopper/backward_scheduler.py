@@ -47,9 +47,7 @@ DQ_WRITTEN: gl.constexpr = gl.constexpr(-1)  # as the semaphore of a tile of dQ:
 
 @record
 class BlockInfo:
-    """The tiles of queries that a tile of keys visits, contiguous, head by head. A block-sparse mask would read a list
-    here.
-    """
+    """The tiles of queries that a tile of keys visits, contiguous, head by head. `QueryBlockList` is used like it."""
 
     num_m_blocks: gl.tensor  # of a head
     from_last: Value  # reversed sections: 1 for the last m_block first, else 0; None elsewhere
@@ -66,6 +64,51 @@ class BlockInfo:
             return step
         else:
             return self.num_m_blocks - 1 - step
+
+
+@record
+class QueryBlockList:
+    """The tiles of queries that a tile of keys visits, from the call's lists, which the heads of a program share.
+
+    Full blocks come first, then partial ones, each from the last to the first, as `BlockInfo` has them.
+    """
+
+    num_m_blocks: gl.tensor  # of a head
+    num_partial: gl.tensor
+    q_indices: gl.tensor  # pointers to the tile's rows of the lists
+    full_q_indices: Value
+    from_last: Value  # None, as in BlockInfo
+
+    @gluon.jit
+    def of_tile(entry, head, n_start, lists, traits: gl.constexpr):
+        row = entry * lists.stride_batch + head * lists.stride_head + n_start // traits.block_n
+        num_partial = listed_blocks(lists.q_num_blocks + row, lists)
+        first = row.to(gl.int64) * lists.most_blocks
+        count, full_q_indices = num_partial, None
+        if traits.has_full_blocks:
+            count += listed_blocks(lists.full_q_num_blocks + row, lists)
+            full_q_indices = lists.full_q_indices + first
+        return QueryBlockList(count, num_partial, lists.q_indices + first, full_q_indices, None)
+
+    @gluon.jit
+    def m_block(self, step, traits: gl.constexpr):
+        i = self.num_m_blocks - 1 - step
+        if traits.has_full_blocks:
+            partial = gl.load(self.q_indices + i, mask=i < self.num_partial, other=0)
+            full = gl.load(self.full_q_indices + (i - self.num_partial), mask=i >= self.num_partial, other=0)
+            return partial + full
+        else:
+            return gl.load(self.q_indices + i)
+
+    @gluon.jit
+    def is_full(self, step):
+        """Whether the list says that every row sees every key."""
+        return self.num_m_blocks - 1 - step >= self.num_partial
+
+
+@gluon.jit
+def listed_blocks(count, lists):
+    return gl.minimum(gl.maximum(gl.load(count), 0), lists.most_blocks)
 
 
 @record
@@ -103,8 +146,8 @@ class WorkTile:
     batch: gl.tensor
     head_part: gl.tensor  # traits.heads_per_program query heads that share a key head
     n_start: gl.tensor
-    m_start: gl.tensor  # first row of the first m_block
-    blocks: BlockInfo
+    m_start: gl.tensor  # first row of the first m_block; with block lists 0
+    blocks: Value  # BlockInfo or QueryBlockList
     first_m_tile: gl.tensor  # index of the first head's first tile of queries, among all
     seqlen: SeqlenInfo  # num_keys: where the keys end that any row sees
     num_keys_written: gl.tensor  # where the keys end whose gradients are written
@@ -244,6 +287,9 @@ def work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
     m_stop = stop_row(gl.minimum(n_start + traits.block_n, seqlen_k) - 1, seqlen_q, bounds, traits)
     blocks = BlockInfo(gl.maximum(gl.cdiv(m_stop, traits.block_m) - m_begin, 0), from_last)
     m_start = m_begin * traits.block_m
+    if traits.has_block_lists:
+        head, m_start = head_part * traits.heads_per_program, zero
+        blocks = QueryBlockList.of_tile(batch, head, n_start, launch.hooks.block_lists, traits)
     seqlen = SeqlenInfo(offset_q, zero + seqlen_q, offset_k, zero + seqlen_k, zero + seqlen_k, 0)
     return WorkTile(
         n_start < seqlen_k,
@@ -416,8 +462,8 @@ class WorkTilePipeline:
         return word(read_words(self.words, state.index), NUM_M_BLOCKS) >= 0
 
     @gluon.jit
-    def receive(self, traits: gl.constexpr):
-        """The tile that has been published."""
+    def receive(self, launch, traits: gl.constexpr):
+        """The tile that has been published. Block lists are read again."""
         row = read_words(self.words, 0)
         offset_q, offset_k, num_keys, num_keys_written, prefix = (
             word(row, 6),
@@ -439,6 +485,9 @@ class WorkTilePipeline:
         blocks = BlockInfo(word(row, NUM_M_BLOCKS), from_last)
         seqlen = SeqlenInfo(offset_q, word(row, 7), offset_k, word(row, 9), num_keys, prefix)
         batch = word(row, 0)
+        if traits.has_block_lists:
+            head, n_start = word(row, 1) * traits.heads_per_program, word(row, 2)
+            blocks = QueryBlockList.of_tile(batch, head, n_start, launch.hooks.block_lists, traits)
         return WorkTile(
             batch >= 0,
             batch,

@@ -114,6 +114,8 @@ class SplitKeysConsumer:
                 mods = None
                 if traits.has_mods:
                     mods = self.mods.of_tile(head, m_block, traits)
+                    if traits.has_full_blocks:
+                        mods = mods.of_listed_block(blocks.is_full(i))
                 step = Step(state.q, self.ds_state_of(state.q, state.ds), m_block, is_first, mods)
                 sums = state.grads
                 if traits.dq.by_rows:
@@ -192,6 +194,8 @@ class SplitKeysConsumer:
         pipes, own = self.pipes, self.own(step.ds)
         dtype: gl.constexpr = pipes.ds.tiles.dtype
         pipes.q.consumer_wait(step.q)  # else this stage could be released a round ahead
+        if traits.has_block_lists:  # where both consumers may skip a step, so that none waits for dO
+            pipes.do.consumer_wait(step.q)
         self.acquire_ds(own, step.ds)
         zero = gl.full([ROWS, traits.block_m], 0.0, dtype, tile_layout(traits.block_m))
         pipes.ds.tiles.index(own).store(zero)

@@ -94,6 +94,8 @@ class SoftmaxConsumer:
                 mods = None
                 if traits.has_mods:
                     mods = self.mods.of_tile(head, m_block, traits)
+                    if traits.has_full_blocks:
+                        mods = mods.of_listed_block(blocks.is_full(i))
                 do = do_state_of(state.q, state.do, traits)
                 if traits.two_key_tiles:
                     grad = self.softmax_step_of_two_tiles(m_block, mods, state.dv, state.q, do)

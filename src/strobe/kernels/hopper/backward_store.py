@@ -331,7 +331,7 @@ class StoreWarp:
     def process_tile(self, state):
         """dQ of a work tile's steps, then dV and dK. Returns the state behind it."""
         traits: gl.constexpr = self.traits
-        work = self.pipes.work.receive(traits)
+        work = self.pipes.work.receive(self.launch, traits)
         whole = work.num_keys_written
         if traits.dq_written_directly:
             whole = work.whole_m_blocks(self.launch.window, traits)

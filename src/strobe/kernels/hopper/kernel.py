@@ -11,6 +11,7 @@ from torch import Tensor
 from ...problem.call import Call
 from ...problem.problem import Dense, Problem
 from ...problem.target import KIB, Target
+from ..device import mask_blocks
 from ..protocol import (
     Backward,
     Buffer,
@@ -54,6 +55,7 @@ class ForwardConfig:
         early = ", early weights" if self.form.early else ""
         return (
             f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages} q in {where}{early}, "
+            f"{'block lists, ' * self.form.has_block_lists}"
             f"shared {self.form.shared_bytes() / KIB:.0f} KiB"
         )
 
@@ -140,6 +142,9 @@ LISTED = {
 }
 
 
+LISTED_BLOCK = (128, 128)  # queries and keys of the forward's listed blocks
+
+
 def with_hooks(
     form: ForwardTraits,
     score_mod: Any = None,
@@ -218,7 +223,9 @@ class HopperForward:
             early(problem),
         )
         if problem.mods is not None:
-            form = with_hooks(form, *mod_functions(problem.mods)[:2])
+            functions, lists = mod_functions(problem.mods), mask_blocks.sizes_of(problem)
+            size, per_head = (None, False) if lists is None else (LISTED_BLOCK, lists.heads > 1)
+            form = with_hooks(form, functions.score_mod, functions.mask_mod, size, lists is not None, per_head)
         return ForwardConfig(form)
 
     def cost(self, problem: Problem) -> Cost:
@@ -233,9 +240,14 @@ class HopperForward:
 
             run_invariant(plan, call, tensors)
         else:
-            from .launch_forward import ForwardHooks, run_forward
+            from .launch_forward import BlockLists, ForwardHooks, run_forward
 
-            hooks = None if call.mods is None else ForwardHooks(*mod_aux(plan.problem, call)[:2])
+            hooks = None
+            if call.mods is not None:
+                hooks = ForwardHooks(*mod_aux(plan.problem, call)[:2])
+                if plan.config.form.has_block_lists:
+                    lists = mask_blocks.forward_lists(plan.problem, call, LISTED_BLOCK)
+                    hooks = hooks._replace(block_lists=BlockLists(*lists))
             run_forward(plan, call, tensors, hooks)
 
 
@@ -255,6 +267,7 @@ class BackwardConfig:
             f"block_m={t.block_m} block_n={t.block_n} stages={t.stages}/{t.stages_do} dq added by "
             f"TMA{' in order' * self.form.deterministic}, "
             f"{f'group of {self.form.group} in {self.form.group_splits}, ' * (self.form.group_splits > 1)}"
+            f"{'block lists, ' * self.form.has_block_lists}"
             f"shared {self.form.shared_bytes() / KIB:.0f} KiB"
         )
 
@@ -300,16 +313,46 @@ STORED_KEYS = {(64, 64): 1200, (96, 96): 1200, (128, 128): 1200}  # keys per row
 
 
 def backward_with_hooks(
-    config: BackwardConfig, score_mod: Any = None, mask_mod: Any = None, score_mod_bwd: Any = None
+    config: BackwardConfig,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    score_mod_bwd: Any = None,
+    listed: bool = False,
+    has_full: bool = False,
+    per_head: bool = False,
 ) -> BackwardConfig:
-    """The config of a backward that calls functions on its scores (device.backward_hooks).
+    """The config of a backward that calls functions on its scores (device.backward_hooks), or visits lists of blocks.
+
+    listed: block lists of (block_m, block_n), with or without full blocks. per_head: the lists have a head dimension
+    above 1, so that programs do not share heads. Raises ValueError for calls that have none.
 
     score_mod_bwd may be None if score_mod adds a term that does not depend on the score, and nothing that it reads gets
     a gradient. The accumulator of S cannot begin at -LSE where score_mod changes what S is worth.
     """
     hooks = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
-    folded = config.form.lse_folded and score_mod is None
-    return BackwardConfig(replace(config.form, lse_folded=folded, **hooks))
+    form = replace(config.form, lse_folded=config.form.lse_folded and score_mod is None, **hooks)
+    if listed:
+        if reason := against_lists(form, per_head):
+            raise ValueError(f"block lists of the Hopper backward: {reason}")
+        form = replace(
+            form,
+            block_lists=ListedBlocks(form.block_m, form.block_n, has_full),
+            group_splits=form.group if per_head else form.group_splits,
+            dq_first_writer_stores=False,  # these count on tiles of keys that come in order
+            dq_written_directly=False,
+        )
+    return BackwardConfig(form)
+
+
+def against_lists(form: BackwardTraits, per_head: bool) -> str | None:
+    """Why a backward visits no lists of blocks, or None."""
+    if form.packed or form.key_ranges:
+        return "packed sequences, documents, prefixes and key lengths have none"
+    if form.deterministic:
+        return "deterministic gradients count on tiles of keys in order"
+    if per_head and form.group > 1 and form.block_d != form.block_dv:
+        return f"heads of {form.block_d}/{form.block_dv} columns that share a key head have one list"
+    return None
 
 
 class HopperBackward:
@@ -360,7 +403,10 @@ class HopperBackward:
         }
         config = BackwardConfig(replace(form, **added))
         if problem.mods is not None:
-            config = backward_with_hooks(config, *mod_functions(problem.mods)[:3])
+            functions, lists = mod_functions(problem.mods)[:3], mask_blocks.sizes_of(problem)
+            per_head = lists is not None and lists.heads > 1
+            listed = lists is not None and against_lists(config.form, per_head) is None
+            config = backward_with_hooks(config, *functions, listed, has_full=listed, per_head=per_head)
         return config
 
     def cost(self, problem: Problem) -> Cost:
@@ -393,9 +439,14 @@ class HopperBackward:
         return tuple(buffers)
 
     def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
-        from .launch_backward import BackwardHooks, run_backward
+        from .launch_backward import BackwardHooks, QueryBlockLists, run_backward
 
-        hooks = None if call.mods is None else BackwardHooks(*mod_aux(plan.problem, call))
+        hooks, form = None, plan.config.form
+        if call.mods is not None:
+            hooks = BackwardHooks(*mod_aux(plan.problem, call))
+            if form.has_block_lists:
+                lists = mask_blocks.backward_lists(plan.problem, call, (form.block_m, form.block_n))
+                hooks = hooks._replace(block_lists=QueryBlockLists(*lists))
         run_backward(plan, call, tensors, workspace, hooks)
 
 

@@ -67,12 +67,37 @@ class SoftmaxParams(NamedTuple):
     score_scale: Any = None  # score_mod: natural units of a raw score of 1; scale_log2 is then log2(e)
 
 
+class QueryBlockLists(NamedTuple):
+    """The blocks of queries that see each block of keys, as FlexAttention's BlockMask has them. int32, contiguous.
+
+    Masks hold in partial blocks. A full block promises that all of its rows see all of its keys.
+    """
+
+    q_num_blocks: Any  # [B or 1, H or 1, N]: how many partial blocks
+    q_indices: Any  # [B or 1, H or 1, N, M]: their numbers
+    full_q_num_blocks: Any = None  # the same of full blocks
+    full_q_indices: Any = None
+
+
+class QueryBlockListParams(NamedTuple):
+    """QueryBlockLists for the kernel, and the strides of q_num_blocks: 0 where entries or heads share their lists."""
+
+    q_num_blocks: Any
+    q_indices: Any
+    full_q_num_blocks: Any
+    full_q_indices: Any
+    stride_batch: Any
+    stride_head: Any
+    most_blocks: Any  # M
+
+
 class HookParams(NamedTuple):
-    """What the call's functions read: pointers and numbers, or None."""
+    """What the call's functions read: pointers and numbers, or None. And its block lists."""
 
     score_aux: Any
     mask_aux: Any
     gradient_aux: Any  # of score_mod_bwd
+    block_lists: QueryBlockListParams | None
 
 
 class LaunchParams(NamedTuple):
@@ -171,15 +196,16 @@ class ConvertShape(NamedTuple):
 
 
 class BackwardHooks(NamedTuple):
-    """What the functions of a call read: tensors, ints, floats. gradient_aux: of score_mod_bwd."""
+    """What a call's functions read (tensors, ints, floats), and its block lists. gradient_aux: of score_mod_bwd."""
 
     score_aux: tuple = ()
     mask_aux: tuple = ()
     gradient_aux: tuple = ()
+    block_lists: QueryBlockLists | None = None
 
     @property
     def read(self) -> tuple:
-        return *self.score_aux, *self.mask_aux, *self.gradient_aux
+        return *self.score_aux, *self.mask_aux, *self.gradient_aux, *(self.block_lists or ())
 
     @property
     def params(self) -> HookParams:
@@ -190,7 +216,16 @@ class BackwardHooks(NamedTuple):
         shorter, longer = sorted((score, gradient), key=len)
         if all(a is b for a, b in zip(shorter, longer)):
             score = gradient = longer
-        return HookParams(score or None, self.mask_aux or None, None if gradient is score else gradient or None)
+        gradient = None if gradient is score else gradient or None
+        return HookParams(score or None, self.mask_aux or None, gradient, self._list_params)
+
+    @property
+    def _list_params(self) -> QueryBlockListParams | None:
+        if self.block_lists is None:
+            return None
+        entries, heads, blocks = self.block_lists.q_num_blocks.shape
+        strides = (heads * blocks if entries > 1 else 0, blocks if heads > 1 else 0)
+        return QueryBlockListParams(*self.block_lists, *strides, self.block_lists.q_indices.shape[-1])
 
 
 # ---------------------------------------------------------------- launches
@@ -201,6 +236,12 @@ def run_backward(
 ) -> None:
     """Launch the backward. `hooks` has what the functions of the plan's traits read."""
     form = plan.config.form
+    lists = None if hooks is None else hooks.block_lists
+    if (form.has_block_lists, form.has_full_blocks) != (
+        lists is not None,
+        bool(lists and lists.full_q_indices is not None),
+    ):
+        raise KernelFault(f"{plan.kernel.name}: block lists are in the plan's traits or in the hooks, not in both")
     stats, dq_sum, counter = workspace["rows"], workspace["dq_sum"], workspace["counter"]
     semaphores = workspace.get("dq_semaphores")
     sums = {name: workspace[f"{name}_sum"].transpose(-3, -2) for name in ("dk", "dv") if f"{name}_sum" in workspace}

@@ -421,6 +421,7 @@ class BackwardTraits(Constants, Walk, HookConstants):
     score_mod: Any = None
     mask_mod: Any = None
     score_mod_bwd: Any = None
+    block_lists: ListedBlocks | None = None  # of (block_m, block_n)
     functions: tuple[str | None, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,58 @@
+"""Which blocks of a mask are empty, partial or full, found on the device without the mask in memory."""
+
+from typing import Any, NamedTuple
+
+from .dialect import gl, gluon
+
+
+class KindsShape(NamedTuple):
+    """Sizes of a dense call, and of the kinds [batch, heads, M, N]; 1 where all entries or heads have the same mask."""
+
+    seqlen_q: Any
+    seqlen_k: Any
+    heads: Any
+    num_m_blocks: Any
+    num_n_blocks: Any
+
+
+class KindsWindow(NamedTuple):
+    """Bounds of the built-in mask relative to the diagonal."""
+
+    left: Any
+    right: Any
+
+
+@gluon.jit
+def kinds_kernel(
+    kinds, aux, shape, window, mask_mod: gl.constexpr, function: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """One block of BLOCK queries and keys a program: 0 empty, 1 partial, 2 full. Rows and keys that do not exist do not
+    count. function: a key of mask_mod's text, by which Triton tells functions apart. Four warps.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    pid = gl.program_id(0)
+    n_block = pid % shape.num_n_blocks
+    m_block = pid // shape.num_n_blocks % shape.num_m_blocks
+    index = pid // shape.num_n_blocks // shape.num_m_blocks
+    m_start, n_start = m_block * BLOCK, n_block * BLOCK
+    diagonal = shape.seqlen_k - shape.seqlen_q
+    kind = pid * 0
+    some = pid >= 0
+    if HAS_RIGHT:
+        some = some & (n_start <= gl.minimum(m_start + BLOCK, shape.seqlen_q) - 1 + diagonal + window.right)
+    if HAS_LEFT:
+        some = some & (gl.minimum(n_start + BLOCK, shape.seqlen_k) - 1 >= m_start + diagonal - window.left)
+    if some:
+        q_idx = (m_start + gl.arange(0, BLOCK, gl.SliceLayout(1, layout)))[:, None]
+        kv_idx = (n_start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout)))[None, :]
+        exists = (q_idx < shape.seqlen_q) & (kv_idx < shape.seqlen_k)
+        seen = exists & mask_mod(index // shape.heads, index % shape.heads, q_idx, kv_idx, aux)
+        if HAS_RIGHT:
+            seen = seen & (kv_idx <= q_idx + diagonal + window.right)
+        if HAS_LEFT:
+            seen = seen & (kv_idx >= q_idx + diagonal - window.left)
+        every = gl.min(gl.min((seen | (exists == 0)).to(gl.int32), 1), 0)
+        kind = gl.max(gl.max(seen.to(gl.int32), 1), 0)
+        kind += kind * every
+    gl.store(kinds + pid, kind.to(gl.int8))

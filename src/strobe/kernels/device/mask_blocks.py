@@ -1,0 +1,165 @@
+"""Lists of the blocks that a call's mask_mod shows, made on the device and kept while the mask stays the same.
+
+    mask_mod, built-in bounds -> kinds_kernel -> kinds [B or 1, H or 1, M, N] of blocks of 64 x 64
+                                                   |
+        forward   blocks of keys for each block of queries        -> BlockLists
+        backward  blocks of queries for each block of keys        -> QueryBlockLists
+
+The mask itself is never in memory: 16k x 16k has 64 KB of kinds. Lists are kept by the text of the function and by the
+storage, the view and the version of each tensor that it captures. So a tensor that changes in place has new lists.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...errors import KernelFault
+from ...mods.program import Program
+from ...problem.call import NO_BOUND, Call
+from ...problem.problem import Dense, Problem
+from ..runtime.compile_cache import hash_callees_first
+from ..runtime.hook_constants import function_key
+from ..runtime.mod_function import mod_aux, mod_functions
+from ..runtime.tma_requirements import has_spans
+
+BLOCK = 64  # queries and keys of a block whose kind is found
+FEWEST_ELEMENTS = 1 << 21  # of a mask, from which lists pay: below, making them takes longer than what they skip
+MOST_BLOCKS = 1 << 24  # of all entries and heads: 16 MB of kinds, and 128 MB of lists
+MOST_MASKS = 64  # whose lists are kept
+
+
+class ListSizes(NamedTuple):
+    """How many lists a call has: one for all entries or heads unless mask_mod reads their number."""
+
+    batch: int
+    heads: int
+
+
+def sizes_of(problem: Problem) -> ListSizes | None:
+    """The lists of a problem; None where kernels visit every block of the built-in mask."""
+    layout = problem.layout
+    if problem.mods is None or not problem.mods.mask or not isinstance(layout, Dense) or has_spans(problem.mask):
+        return None
+    program = Program.parse(problem.mods.mask)
+    batch = layout.batch if program.reads("b") else 1
+    heads = problem.heads_q if program.reads("h") else 1
+    blocks = batch * heads * -(-layout.seqlen_q // BLOCK) * -(-layout.seqlen_k // BLOCK)
+    if layout.seqlen_q * layout.seqlen_k < FEWEST_ELEMENTS or blocks > MOST_BLOCKS:
+        return None
+    return ListSizes(batch, heads)
+
+
+def forward_lists(problem: Problem, call: Call, size: tuple[int, int]) -> tuple[Tensor, ...]:
+    """kv_num_blocks, kv_indices and the same of full blocks, for blocks of `size` queries and keys."""
+    return _kept(problem, call, ("forward", size), lambda kinds: listed(pooled(kinds, size)))
+
+
+def backward_lists(problem: Problem, call: Call, size: tuple[int, int]) -> tuple[Tensor, ...]:
+    """q_num_blocks, q_indices and the same of full blocks, for blocks of `size` queries and keys."""
+    return _kept(problem, call, ("backward", size), lambda kinds: listed(pooled(kinds, size).mT))
+
+
+def pooled(kinds: Tensor, size: tuple[int, int]) -> Tensor:
+    """Kinds of larger blocks. What sticks out counts for none.
+
+    >>> pooled(torch.tensor([[2, 2, 0], [2, 1, 2]]), (128, 64)).tolist()
+    [[2, 1, 1]]
+    """
+    steps = [side // BLOCK for side in size]
+    if steps == [1, 1]:
+        return kinds
+    pad = (0, -kinds.shape[-1] % steps[1], 0, -kinds.shape[-2] % steps[0])
+    some, every = (
+        torch.nn.functional.pad(flags, pad, value=outside).unflatten(-1, (-1, steps[1])).unflatten(-3, (-1, steps[0]))
+        for flags, outside in ((kinds > 0, False), (kinds == 2, True))
+    )
+    return some.any(-1).any(-2).to(torch.int8) + every.all(-1).all(-2).to(torch.int8)
+
+
+def listed(kinds: Tensor) -> tuple[Tensor, ...]:
+    """Counts and numbers of each row's partial blocks, then of its full ones, int32. Numbers behind a count are of
+    other blocks.
+
+    >>> [part.tolist() for part in listed(torch.tensor([[0, 1, 2, 1]]))]
+    [[2], [[1, 3, 0, 2]], [1], [[2, 0, 1, 3]]]
+    """
+    found: list[Tensor] = []
+    for kind in (1, 2):
+        chosen = kinds == kind
+        order = chosen.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices
+        found += [chosen.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()]
+    return tuple(found)
+
+
+# ---------------------------------------------------------------- kinds, and what is kept
+
+_masks: OrderedDict[tuple, tuple[list[StorageWeakRef], tuple[Tensor, ...]]] = OrderedDict()
+
+
+def _kept(
+    problem: Problem, call: Call, what: tuple, made: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    key = _key(problem, call)
+    if key is None:
+        return made(_kinds(problem, call))
+    found = _masks.get((*key, *what))
+    if found is not None and not any(storage.expired() for storage in found[0]):
+        return found[1]
+    lists = made(_remembered((*key, "kinds"), call, lambda: (_kinds(problem, call),))[0])
+    return _remembered((*key, *what), call, lambda: lists)
+
+
+def _remembered(key: tuple, call: Call, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    found = _masks.get(key)
+    if found is None or any(storage.expired() for storage in found[0]):
+        tensors = () if call.mods is None else call.mods.mask_tensors
+        found = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors], make()
+        _masks[key] = found
+        while len(_masks) > 3 * MOST_MASKS:
+            _masks.popitem(last=False)
+    return found[1]
+
+
+def _key(problem: Problem, call: Call) -> tuple | None:
+    """What lists follow from; None where they must be made anew: in a graph, whose replays may find other contents,
+    and of tensors without a version. The version does not see writes through `.data`, as autograd does not.
+    """
+    mods = call.mods
+    if mods is None or any(tensor.is_inference() for tensor in mods.mask_tensors):
+        return None
+    stream = 0
+    if call.q.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        stream = torch.cuda.current_stream(call.q.device).cuda_stream
+    views = [
+        (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
+        for t in mods.mask_tensors
+    ]
+    place = (call.q.device, stream, problem.layout, problem.heads_q, call.left, call.right)
+    return mods.texts.mask, *views, mods.mask_numbers, *place
+
+
+def _kinds(problem: Problem, call: Call) -> Tensor:
+    """int8 [B or 1, H or 1, M, N]: 0 for an empty block, 1 for a partial one, 2 for a full one."""
+    from .block_kinds import KindsShape, KindsWindow, kinds_kernel
+
+    kernel: Any = kinds_kernel
+    sizes, layout = sizes_of(problem), problem.layout
+    if sizes is None or problem.mods is None or not isinstance(layout, Dense):
+        raise KernelFault(f"block lists of a problem that has none: {problem}")
+    blocks = -(-layout.seqlen_q // BLOCK), -(-layout.seqlen_k // BLOCK)
+    kinds = torch.empty((*sizes, *blocks), dtype=torch.int8, device=call.q.device)
+    mask_mod: Any = mod_functions(problem.mods).mask_mod
+    shape, window = KindsShape(*layout[1:], sizes.heads, *blocks), KindsWindow(call.left, call.right)
+    bounds = call.left != NO_BOUND, call.right != NO_BOUND
+    aux = mod_aux(problem, call)[1] or None
+    hash_callees_first(kernel)
+    kernel[(kinds.numel(),)](kinds, aux, shape, window, mask_mod, function_key(mask_mod), *bounds, BLOCK)
+    return kinds

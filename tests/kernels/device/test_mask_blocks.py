@@ -1,0 +1,165 @@
+"""Lists of blocks that a mask_mod shows, made on the device: on the simulator, and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import strobe
+from strobe.kernels.device import mask_blocks
+from strobe.mods.mask import MaskMod
+from strobe.ops.mods import bind
+from strobe.problem.call import Call
+from strobe.problem.mask import Mask
+from strobe.problem.problem import Problem
+from tests.kernels.hopper.hopper_cases import H200
+from tools.proof.simulate import on
+
+IDS = (torch.arange(300) // 70).int()
+
+
+def _ids(device: str) -> Tensor:
+    return IDS.to(device)
+
+
+def masks(device: str) -> dict[str, tuple[MaskMod | Mask, int, int]]:
+    """name -> mask, queries, keys"""
+    ids = _ids(device)
+    mod = strobe.mask_mod
+    return {
+        "documents": (mod(lambda b, h, q, k: ids[q] == ids[k]), 300, 300),
+        "documents_causal": (strobe.causal() & mod(lambda b, h, q, k: ids[q] == ids[k]), 300, 300),
+        "dilated": (mod(lambda b, h, q, k: (q // 64 - k // 64) % 2 == 0), 200, 330),
+        "by_head": (mod(lambda b, h, q, k: k <= q + 100 * h), 130, 260),
+        "by_entry": (mod(lambda b, h, q, k: k < 70 * b + 10), 130, 200),
+        "window": (strobe.window(70, 10) & mod(lambda b, h, q, k: k % 128 < 100), 260, 200),
+        "nothing": (mod(lambda b, h, q, k: k < 0), 100, 100),
+        "everything": (mod(lambda b, h, q, k: k >= 0), 129, 129),
+    }
+
+
+def call_of(mask: Mask, seqlen_q: int, seqlen_k: int, device: str) -> Call:
+    q, k = (torch.zeros(2, n, 2, 64, dtype=torch.bfloat16, device=device) for n in (seqlen_q, seqlen_k))
+    return bind(Call(q, k, k).with_mask(mask), None, mask)
+
+
+def sets(lists: tuple[Tensor, ...]) -> list:
+    """Each row's partial blocks and full blocks, as sets."""
+    found = []
+    for count, numbers in (lists[:2], lists[2:]):
+        rows = zip(count.flatten().tolist(), numbers.flatten(0, -2).tolist())
+        found.append([set(row[:n]) for n, row in rows])
+    return found
+
+
+def assert_lists(name: str, device: str) -> None:
+    mask, rows, keys = masks(device)[name]
+    assert isinstance(mask, MaskMod)
+    call = call_of(mask, rows, keys, device)
+    problem = Problem.from_call(call)
+    found = sizes = mask_blocks.sizes_of(problem)
+    assert sizes is not None and (sizes.batch, sizes.heads) == (1 + (name == "by_entry"), 1 + (name == "by_head"))
+    for size in ((64, 64), (128, 128), (64, 128)):
+        wanted = mask.block_lists(rows, keys, device, sizes, size)
+        found = mask_blocks.forward_lists(problem, call, size)
+        assert sets(found) == sets(wanted[:4])
+        kinds = kinds_of(wanted[:4])
+        found = mask_blocks.backward_lists(problem, call, size)
+        assert sets(found) == sets(mask_blocks.listed(kinds.mT))
+
+
+def kinds_of(lists: tuple[Tensor, ...]) -> Tensor:
+    kinds = torch.zeros_like(lists[1], dtype=torch.int8)
+    for kind, (count, numbers) in ((1, lists[:2]), (2, lists[2:])):
+        listed = (torch.arange(numbers.shape[-1], device=count.device) < count[..., None]).to(torch.int8)
+        kinds.scatter_add_(-1, numbers.long(), kind * listed)
+    return kinds
+
+
+@pytest.fixture(autouse=True)
+def for_small_masks(monkeypatch):
+    monkeypatch.setattr(mask_blocks, "FEWEST_ELEMENTS", 0)
+    mask_blocks._masks.clear()
+
+
+@pytest.mark.parametrize("name", masks("cpu"))
+def test_lists(name):
+    with on(H200) as run:
+        assert_lists(name, "cpu")
+    assert run.launches == ["kinds_kernel"]  # whose result all lists share
+
+
+def test_lists_are_kept_until_a_tensor_changes():
+    ids = IDS.clone()
+    call = call_of(strobe.mask_mod(lambda b, h, q, k: ids[q] == ids[k]), 300, 300, "cpu")
+    problem = Problem.from_call(call)
+    with on(H200) as run:
+        first = mask_blocks.forward_lists(problem, call, (128, 128))
+        assert mask_blocks.forward_lists(problem, call, (128, 128)) is first
+        ids.zero_()
+        other = mask_blocks.forward_lists(problem, call, (128, 128))
+        assert not torch.equal(other[0], first[0])
+        numbers = call.mods and call.mods._replace(mask_tensors=(ids[:].clone(),))
+        again = mask_blocks.forward_lists(problem, call._replace(mods=numbers), (128, 128))
+        assert again is not other and torch.equal(again[0], other[0])
+    assert run.launches == ["kinds_kernel"] * 3
+
+
+def test_few_elements_and_key_ranges_have_no_lists(monkeypatch):
+    call = call_of(strobe.mask_mod(lambda b, h, q, k: k < 70), 300, 300, "cpu")
+    assert mask_blocks.sizes_of(Problem.from_call(call)) is not None
+    lengths = strobe.key_lengths(torch.tensor([100, 200], dtype=torch.int32))
+    ranged = call_of(lengths & strobe.mask_mod(lambda b, h, q, k: k < 70), 300, 300, "cpu")
+    assert mask_blocks.sizes_of(Problem.from_call(ranged)) is None
+    monkeypatch.undo()
+    assert mask_blocks.sizes_of(Problem.from_call(call)) is None
+
+
+@pytest.mark.parametrize("name", ("documents_causal", "dilated", "by_head"))
+def test_attention_visits_listed_blocks_alone(name):
+    """Forward and backward on Hopper, against dense attention in float64."""
+    mask, rows, keys = masks("cpu")[name]
+    draw = torch.Generator().manual_seed(3)
+    sizes = ((rows, 2), (keys, 1), (keys, 1))
+    tensors = [torch.randn(1, n, heads, 64, generator=draw).bfloat16().requires_grad_() for n, heads in sizes]
+    dout = torch.randn(1, rows, 2, 64, generator=draw).bfloat16()
+    with on(H200) as run:
+        out = strobe.attention(*tensors, mask=mask, kernel="hopper")
+        found = torch.autograd.grad(out, tensors, dout)
+        choice = strobe.explain(*tensors, mask=mask, kernel="hopper")
+    assert run.reports == [] and str(choice).count("block lists") == 2
+    assert [one for one in run.launches if "convert" not in one] == [
+        "kinds_kernel", "forward_kernel", "rows_kernel", "backward_kernel",
+    ]  # fmt: skip
+    leaves = [t.detach().double().requires_grad_() for t in tensors]
+    q, k, v = (t.transpose(1, 2) for t in leaves)
+    seen = mask.dense(rows, keys, heads=2, batch=1) if isinstance(mask, MaskMod) else torch.ones(0)
+    s = torch.where(seen, q @ k.mT / 8, -torch.inf)
+    exact = (s.softmax(-1).nan_to_num() @ v).transpose(1, 2)
+    for grad, right in zip(found, torch.autograd.grad(exact, leaves, dout.double())):
+        assert float((grad.double() - right).norm() / right.norm()) <= 1.2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", masks("cpu"))
+def test_lists_on_a_gpu(name):
+    assert_lists(name, "cuda")
+
+
+@pytest.mark.gpu
+def test_lists_in_a_graph_follow_what_the_mask_reads():
+    """A replay makes its lists from the contents that it finds."""
+    ids = _ids("cuda").clone()
+    mask = strobe.causal() & strobe.mask_mod(lambda b, h, q, k: ids[q] == ids[k])
+    q = torch.randn(1, 300, 2, 64, device="cuda", dtype=torch.bfloat16)
+    attend = lambda: strobe.attention(q, q, q, mask=mask)
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    ids.copy_((torch.arange(300, device="cuda") // 40).int())
+    graph.replay()
+    assert torch.equal(out, attend())
