@@ -26,6 +26,7 @@ if TYPE_CHECKING or not help_request.alone(getattr(sys, "argv", []), sys.orig_ar
     )
     from .interface_decode import append, attention_decode, explain_decode, partial_attention_decode
     from .interface_flex import flex_attention
+    from .interface_paged import attention_paged, explain_paged, partial_attention_paged
     from .mods.mask import mask_mod
     from .mods.score import alibi, bias, relative_bias, score_mod
     from .problem.cache import DenseCache, PagedCache, Rotary, quantize_kv
@@ -53,12 +54,14 @@ __all__ = [
     "append",
     "attention",
     "attention_decode",
+    "attention_paged",
     "attention_varlen",
     "bias",
     "causal",
     "documents",
     "explain",
     "explain_decode",
+    "explain_paged",
     "explain_varlen",
     "flex_attention",
     "full",
@@ -68,6 +71,7 @@ __all__ = [
     "merge",
     "partial_attention",
     "partial_attention_decode",
+    "partial_attention_paged",
     "partial_attention_varlen",
     "prefix_causal",
     "quantize_kv",

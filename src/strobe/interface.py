@@ -22,12 +22,14 @@ from .mods.score import ScoreMod
 from .ops import attention as ops
 from .ops import decode as ops_decode
 from .ops import mods as ops_mods
+from .ops import paged as ops_paged
 from .problem.call import Call
 from .problem.decode import DecodeProblem
 from .problem.foreign_arguments import no_mask, unknown
 from .problem.keywords import Options, Window, as_length, band, options_of, output_tensor
 from .problem.mask import NO_BOUND, Mask, as_int32, device_here
 from .problem.merge import Partial
+from .problem.paged import PagedProblem
 from .problem.problem import Problem
 from .selection.select import Choice
 
@@ -315,6 +317,9 @@ def warmup(problems: Iterable[Problem | DecodeProblem], device: torch.device | s
     if not isinstance(problems, Iterable):
         raise wrong_type("problems", problems, "strobe.Problem values", "put it in a list")
     for problem in problems:
+        if isinstance(problem, PagedProblem):
+            ops_paged.run(problem.example(place))
+            continue
         if isinstance(problem, DecodeProblem):
             ops_decode.run(problem.example(place))
             continue

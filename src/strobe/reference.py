@@ -8,6 +8,7 @@ tiled: dv = P^T do, dp = do v^T, ds = P * (dp - delta), dq = scale * ds k, dk = 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from .problem.decode import DecodeCall
 from .problem.mask import NO_BOUND, documents
 from .problem.merge import Partial
+from .problem.paged import PagedCall
 from .problem.problem import Call
 
 
@@ -96,7 +98,11 @@ def sequence(call: DecodeCall, b: int) -> Call:
         rows = torch.zeros(len(position), *pool.shape[2:], dtype=torch.float64, device=pool.device)
         stored = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # torch cannot index float8 tensors
         rows[present] = stored[page[present], position[present] % size].view(pool.dtype).double()
-        held.append((rows if scale is None else rows * scale.double()[:, None])[None])
+        if scale is not None and scale.dim() > 1:  # one for each key and head
+            own = torch.zeros(len(position), pool.shape[2], dtype=torch.float64, device=pool.device)
+            own[present] = scale[page[present], position[present] % size].double()
+            scale = own
+        held.append((rows if scale is None else rows * scale.double()[..., None])[None])
     one = Call(
         call.q[b : b + 1],
         held[0],
@@ -124,6 +130,34 @@ def decode(call: DecodeCall, dtype: torch.dtype = torch.float64) -> Partial:
     """
     parts = [forward(sequence(call, b), dtype) for b in range(call.q.shape[0])]
     return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
+
+
+def paged_sequences(call: PagedCall) -> Iterator[tuple[slice, Call]]:
+    """Each sequence that has new tokens: its rows of q, and it as a dense call of batch 1 over its own keys."""
+    offsets = call.cu_seqlens_q.tolist()
+    for b, rows in enumerate(map(slice, offsets, offsets[1:])):
+        if rows.start < rows.stop:
+            q = call.q[None, rows]
+            yield rows, sequence(call.as_decode(q.expand(len(offsets) - 1, *q.shape[1:])), b)
+
+
+def paged(call: PagedCall, dtype: torch.dtype = torch.float64) -> Partial:
+    """Compute out and lse of packed queries over a cache in `dtype`: each sequence is attention over its own keys.
+
+    >>> k, offsets = torch.arange(8.0).view(1, 4, 1, 2), torch.tensor([0, 2], dtype=torch.int32)
+    >>> call = PagedCall(torch.zeros(3, 1, 2), k, k, torch.tensor([3], dtype=torch.int32), offsets, right=0)
+    >>> paged(call).out[:, 0].tolist()
+    [[1.0, 2.0], [2.0, 3.0], [0.0, 0.0]]
+    """
+    total, heads = call.q.shape[:2]
+    out = torch.zeros(total, heads, call.v.shape[-1], dtype=dtype, device=call.q.device)
+    lse = torch.full((heads, total), -torch.inf, dtype=dtype, device=call.q.device)
+    if call.sinks is not None:
+        lse[:] = call.sinks.to(dtype)[:, None]
+    for rows, one in paged_sequences(call):
+        part = forward(one, dtype)
+        out[rows], lse[:, rows] = part.out[0], part.lse[0]
+    return Partial(out, lse)
 
 
 def _rows(call: Call, dtype: torch.dtype) -> _Rows:

@@ -14,6 +14,7 @@ from strobe.kernels import kernels
 from strobe.problem.append import AppendCall
 from strobe.problem.call import Call
 from strobe.problem.decode import DecodeCall
+from strobe.problem.paged import PagedCall
 from strobe.problem.target import FAKES, Target
 
 from .calls import CASES_OF
@@ -47,7 +48,7 @@ class Unit(NamedTuple):
     target: str
 
     @property
-    def call(self) -> Call | DecodeCall | AppendCall:
+    def call(self) -> Call | DecodeCall | PagedCall | AppendCall:
         """The case's call, with `kernel` set to this family. It needs gradients only if the case does and the family
         has a backward.
         """

@@ -15,7 +15,8 @@ from strobe.problem.append import AppendCall
 from strobe.problem.cache import FP8
 from strobe.problem.call import Call
 from strobe.problem.decode import DecodeCall
-from strobe.problem.mask import Mask
+from strobe.problem.mask import NO_BOUND, Mask
+from strobe.problem.paged import PagedCall
 
 _WIDTHS = {  # of queries and keys, and of values
     "d64": (64, 64),
@@ -210,8 +211,21 @@ def _append(page_size: int, cache_dtype: torch.dtype, interleaved: bool | None =
     return AppendCall(new, new, to.k, to.v, to.seqlens, to.page_table, *scales, cos, sin, bool(interleaved))
 
 
-# Portable decode and append: every way to address a key, to store one, and to split.
-DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
+def _paged(width: int, page_size: int = 16, tokens: int = 512, promised: int = NO_BOUND, **options) -> PagedCall:
+    """Four sequences. options: as in `_decode`."""
+    token_scales = options.pop("token_scales", False)
+    one = _decode(width, page_size, **options)
+    k, v = (t.expand(*t.shape) for t in one[1:3]) if page_size else (t.repeat(4, 1, 1, 1) for t in one[1:3])
+    scales = [torch.ones(k.shape[:3])] * 2 if token_scales else one[6:8]
+    four: Any = [None if t is None else t.repeat(4, *[1] * (t.dim() - 1)) for t in one[3:6]]
+    q, offsets = one.q[0, :1].repeat(tokens, 1, 1), torch.tensor([0, tokens, tokens, tokens, tokens], dtype=torch.int32)
+    rest: Any = *four[1:], *scales, one.sinks, promised, *one[9:]
+    return PagedCall(q, k, v, four[0], offsets, *rest)
+
+
+# Portable decode and append: every way to address a key, to store one, and to split. Then packed queries over a cache:
+# each kind of tile, of scales and of splits.
+DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "d128 causal": lambda: _decode(128, 16),
     "d128 pages of 1": lambda: _decode(128, 1),
     "d128 pages of 128": lambda: _decode(128, 128),
@@ -227,10 +241,20 @@ DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
     "d256 float64, 4 tokens": lambda: _decode(256, 16, 4, dtype=torch.float64),
     "append to pages": lambda: _append(16, torch.bfloat16),
     "append rotary float8 to rows": lambda: _append(0, FP8, True),
+    "paged d128 prefill": lambda: _paged(128),
+    "paged d128 prefill, pages of 64": lambda: _paged(128, 64),
+    "paged d64 rows, window sinks softcap": lambda: _paged(64, 0, left=64, sinks=torch.zeros(32), softcap=20.0),
+    "paged d128 4 tokens": lambda: _paged(128, tokens=16, promised=4),
+    "paged d128 one token": lambda: _paged(128, tokens=4, promised=1),
+    "paged d256 prefill": lambda: _paged(256),
+    "paged d128 float8 prefill": lambda: _paged(128, cache_dtype=FP8),
+    "paged d128 float8 token scales": lambda: _paged(128, cache_dtype=FP8, token_scales=True),
+    "paged d128 batch invariant": lambda: _paged(128, batch_invariant=True),
+    "paged d64 float32": lambda: _paged(64, dtype=torch.float32),
 }
 
 # Hopper decode: every way to address a key, each number of query rows, each width, with and without splits.
-HOPPER_DECODES: dict[str, Callable[[], DecodeCall | AppendCall]] = {
+HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     name: case for name, case in DECODES.items() if name.startswith(("d128", "d256 pages", "d64 rows"))
 } | {
     "d64 pages of 16, float16": lambda: _decode(64, 16, dtype=torch.float16),

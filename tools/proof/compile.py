@@ -42,6 +42,7 @@ from strobe.kernels.runtime import compile_cache
 from strobe.problem.append import AppendCall, AppendProblem
 from strobe.problem.call import Call
 from strobe.problem.decode import DecodeCall, DecodeProblem
+from strobe.problem.paged import PagedCall, PagedProblem
 from strobe.problem.problem import Problem
 from strobe.problem.target import Target
 from strobe.selection.select import select
@@ -238,12 +239,12 @@ def _taken(log: str, name: str) -> dict[str, int]:
     return {key: max(values) if key == "registers" else sum(values) for key, values in found.items()}
 
 
-def _planned(call: Call | DecodeCall | AppendCall, target: Target) -> Iterator[tuple[Plan | None, Any]]:
+def _planned(call: Call | DecodeCall | PagedCall | AppendCall, target: Target) -> Iterator[tuple[Plan | None, Any]]:
     """The plans for `call` (on CPU tensors) on `target`, each with its output tensors."""
     if isinstance(call, AppendCall):
         yield select(AppendProblem.from_call(call), target).forward, None
         return
-    choice = select(DecodeProblem.from_call(call) if isinstance(call, DecodeCall) else Problem.from_call(call), target)
+    choice = select(problem_of(call), target)
     shape, shape_lse = choice.problem.out_shapes
     out, lse = (
         torch.empty(shape, dtype=choice.problem.out_dtype),
@@ -254,7 +255,13 @@ def _planned(call: Call | DecodeCall | AppendCall, target: Target) -> Iterator[t
     yield choice.backward, Backward(out, out, lse, None, dq, dk, dv, torch.empty_like(lse))
 
 
-def launches(call: Call | DecodeCall | AppendCall, target: Target) -> list[tuple[Plan, Job]]:
+def problem_of(call: Call | DecodeCall | PagedCall) -> Problem | DecodeProblem | PagedProblem:
+    if isinstance(call, PagedCall):
+        return PagedProblem.from_call(call)
+    return DecodeProblem.from_call(call) if isinstance(call, DecodeCall) else Problem.from_call(call)
+
+
+def launches(call: Call | DecodeCall | PagedCall | AppendCall, target: Target) -> list[tuple[Plan, Job]]:
     """The launches of `call` (on CPU tensors) on `target`, each with its plan: forward, and backward if gradients are
     needed.
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ..problem.cache import FP8
 from ..problem.call import accumulator
 from ..problem.decode import DecodeCall, DecodeProblem, refuse_gradients
 from ..problem.memory_overlap import share_memory
+from ..problem.paged import PagedCall
 from ..problem.target import Target
 from ..problem.torch_private import FakeTensor, is_any_autocast_enabled
 from ..problem.torch_state import batched, is_distributed, written_by_copy
@@ -33,19 +34,18 @@ from .fake import check_apart, check_no_vmap, check_out, copied, schema, writes_
 
 WHOLE = ("q", "k", "v", "k_new", "v_new")  # kernels read the strides of these; every other tensor must be contiguous
 
-AnyCall = TypeVar("AnyCall", DecodeCall, AppendCall)
 
 
 def decide(call: DecodeCall) -> Choice[DecodeProblem]:
     """The Choice for a call. On a cache miss, it validates the arguments and calls `select`."""
-    return _decided(call, DecodeProblem.from_call)
+    return decided(call, DecodeProblem.from_call)
 
 
 def decide_append(call: AppendCall) -> Choice[AppendProblem]:
-    return _decided(call, AppendProblem.from_call)
+    return decided(call, AppendProblem.from_call)
 
 
-def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
+def decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
     tensors, rest = call.parted
     cached = not isinstance(call[0], FakeTensor)
     choice = CACHE.lookup(OP, tensors, rest) if cached else None
@@ -58,12 +58,12 @@ def _decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
     return choice
 
 
-def _received(call: AnyCall) -> AnyCall:
+def _received(call: Any) -> Any:
     """The call with contiguous small tensors. Kernels do not read the strides of these tensors."""
     return call._replace(**{name: tensor.contiguous() for name, tensor in _scattered(call).items()})
 
 
-def _scattered(call: DecodeCall | AppendCall) -> dict[str, Tensor]:
+def _scattered(call: DecodeCall | PagedCall | AppendCall) -> dict[str, Tensor]:
     """The call's non-contiguous small tensors, by name. Small tensors are all but those in WHOLE."""
     small = (
         (name, field) for name, field in zip(call._fields, call) if isinstance(field, Tensor) and name not in WHOLE
@@ -77,13 +77,13 @@ def _scattered(call: DecodeCall | AppendCall) -> dict[str, Tensor]:
 
 
 def _write(
-    choice: Choice[DecodeProblem], call: DecodeCall, t: Forward, workspace: dict[str, Tensor] | None = None
+    choice: Choice[Any], call: DecodeCall | PagedCall, t: Forward, workspace: dict[str, Tensor] | None = None
 ) -> None:
     if not choice.problem.vacuous:
         _launch(choice.forward, _received(call), t, workspace)
 
 
-def _attend(call: DecodeCall, choice: Choice[DecodeProblem], alone: bool = False) -> tuple[Tensor, Tensor | None]:
+def attend(call: DecodeCall | PagedCall, choice: Choice[Any], alone: bool = False) -> tuple[Tensor, Tensor | None]:
     """out and lse. Replays a cached launch at these addresses if there is one: Triton's launcher takes longer than a
     short decode.
 
@@ -110,12 +110,16 @@ def _attend(call: DecodeCall, choice: Choice[DecodeProblem], alone: bool = False
 
 def _decode(*flat: Any) -> tuple[Tensor, Tensor | None]:
     call = DecodeCall(*flat)
-    return _attend(call, decide(call))
+    return attend(call, decide(call))
 
 
 def _decode_out(out: Tensor, *flat: Any) -> Tensor:
     call = DecodeCall(*flat)
-    choice = decide(call)
+    return write_out(out, call, decide(call))
+
+
+def write_out(out: Tensor, call: DecodeCall | PagedCall, choice: Choice[Any]) -> Tensor:
+    """Write the result to `out` and return lse."""
     problem = choice.problem
     check_out(out, problem.out_shapes[0], problem.out_dtype, call.q)
     # out may be q itself: kernels read each row before they write it
@@ -209,17 +213,18 @@ def _appended_fake(*flat: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(call.k), torch.empty_like(call.v)
 
 
-def _fields(kind: type[DecodeCall] | type[AppendCall]) -> str:
+def fields(kind: type[DecodeCall] | type[PagedCall] | type[AppendCall]) -> str:
+    """The arguments of an op in its schema."""
     words = {name: getattr(note, "__forward_arg__", note) for name, note in kind.__annotations__.items()}
     return schema(words, kind._field_defaults)
 
 
-LIBRARY.define(f"decode({_fields(DecodeCall)}) -> (Tensor, Tensor)")
-LIBRARY.define(f"decode_out(Tensor(a!) out, {_fields(DecodeCall)}) -> Tensor")
+LIBRARY.define(f"decode({fields(DecodeCall)}) -> (Tensor, Tensor)")
+LIBRARY.define(f"decode_out(Tensor(a!) out, {fields(DecodeCall)}) -> Tensor")
 LIBRARY.define(
-    f"append({_fields(AppendCall).replace('Tensor k,', 'Tensor(a!) k,').replace('Tensor v,', 'Tensor(b!) v,')}) -> ()"
+    f"append({fields(AppendCall).replace('Tensor k,', 'Tensor(a!) k,').replace('Tensor v,', 'Tensor(b!) v,')}) -> ()"
 )
-LIBRARY.define(f"appended({_fields(AppendCall)}) -> (Tensor, Tensor)")
+LIBRARY.define(f"appended({fields(AppendCall)}) -> (Tensor, Tensor)")
 for _name, _body, _fake in (
     ("decode", _decode, _decode_fake),
     ("decode_out", _decode_out, _decode_out_fake),
@@ -241,12 +246,17 @@ APPENDED = torch.ops.strobe.appended.default
 
 def prepare(call: DecodeCall) -> DecodeCall:
     """The call as the op takes it: q is cast to autocast's dtype if the cache has this dtype or float8_e4m3fn."""
-    q = call.q
+    q = autocast_queries(call.q, call.k)
+    return call if q is call.q else call._replace(q=q)
+
+
+def autocast_queries(q: Tensor, k: Tensor) -> Tensor:
+    """q in autocast's dtype, if it is enabled and the cache has this dtype or float8_e4m3fn; else q itself."""
     if isinstance(q, Tensor) and is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        if q.is_floating_point() and q.dtype != torch.float64 and call.k.dtype in (dtype, FP8):
-            return call._replace(q=q.to(dtype))
-    return call
+        if q.is_floating_point() and q.dtype != torch.float64 and k.dtype in (dtype, FP8):
+            return q.to(dtype)
+    return q
 
 
 @overload
@@ -257,7 +267,7 @@ def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tup
     """out and lse of a call. The op's body runs directly if no dispatcher is needed. alone: the caller ignores lse."""
     choice = CACHE.direct_choice(call, decide) if out is None and isinstance(call.q, Tensor) else None
     if choice is not None:
-        return _attend(call, choice, alone)
+        return attend(call, choice, alone)
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
     if is_distributed(call.q):

@@ -13,10 +13,16 @@ from torch import Tensor
 from ..errors import UnsupportedProblem
 from ..problem.call import Call
 from ..problem.decode import DecodeCall
+from ..problem.paged import PagedCall
 
 Op = Callable[..., Sequence[Tensor]]
 GIVEN = ("dout", "out", "lse", "dlse")  # arguments of the backward op before those of the call
-NAMES = {"forward": Call._fields, "backward": (*GIVEN, *Call._fields), "decode": DecodeCall._fields}
+NAMES = {
+    "forward": Call._fields,
+    "backward": (*GIVEN, *Call._fields),
+    "decode": DecodeCall._fields,
+    "paged": PagedCall._fields,
+}
 
 
 def register(library: torch.library.Library, name: str) -> None:
@@ -62,6 +68,8 @@ def _shared(name: str, flat: Sequence[Any]) -> tuple[str, ...] | None:
     """The names of tensors without a batch dimension, which one call has only once; None if the op reduces over the
     batch or packs it.
     """
+    if name == "paged":  # offsets count tokens
+        return None
     if name == "decode":
         call = DecodeCall(*flat)
         return ("k_scale", "v_scale", "sinks") if call.page_table is None else ("k", "v", "k_scale", "v_scale", "sinks")

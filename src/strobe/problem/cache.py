@@ -35,6 +35,7 @@ class PagedCache(NamedTuple):
         page_table: int32 [B, max_pages], read on the device. Entries after a sequence's last page are never read.
         seqlens: int32 [B], the number of keys in each sequence, read on the device.
         k_scale, v_scale: float32 [H_kv], only for pages in float8_e4m3fn. A key is k_scale[h] times the stored value.
+            `attention_paged` also takes float32 [n_pages, page_size, H_kv], a scale for each key and head.
     """
 
     k_pages: Tensor
@@ -200,8 +201,9 @@ class OfCache:
 # ---------------------------------------------------------------- argument check of a cache
 
 
-def check_cache(held: Held, batch: int, dtype: torch.dtype, like: str) -> Dense | Paged:
-    """Validate a cache for `batch` sequences in `dtype`, the batch and dtype of the argument named `like`.
+def check_cache(held: Held, batch: int, dtype: torch.dtype, like: str, by_token: bool = False) -> Dense | Paged:
+    """Validate a cache for `batch` sequences in `dtype`, the batch and dtype of the argument named `like`. by_token:
+    scales may be given for each key and head.
 
     Returns its layout with seqlen_q = 0. Raises InvalidProblem or TypeError.
     """
@@ -210,7 +212,7 @@ def check_cache(held: Held, batch: int, dtype: torch.dtype, like: str) -> Dense 
     _check_ints(held.seqlens, "cache.seqlens", batch, like)
     for name, scale in (("k_scale", held.k_scale), ("v_scale", held.v_scale)):
         if scale is not None:
-            _check_scale(held, name, scale)
+            _check_scale(held, name, scale, by_token)
     return layout
 
 
@@ -284,7 +286,7 @@ def _check_ints(tensor: Tensor, word: str, batch: int, like: str) -> None:
         )
 
 
-def _check_scale(held: Held, name: str, scale: Tensor) -> None:
+def _check_scale(held: Held, name: str, scale: Tensor, by_token: bool) -> None:
     word, heads = f"cache.{name}", held.k.shape[2]
     if held.k.dtype != FP8:
         raise InvalidProblem(
@@ -293,11 +295,14 @@ def _check_scale(held: Held, name: str, scale: Tensor) -> None:
             f"None, for a cache in {held.k.dtype}",
             "leave it out: only float8_e4m3fn caches have scales",
         )
+    if by_token and scale.dtype == torch.float32 and scale.shape == held.k.shape[:3]:
+        return
     if scale.dtype != torch.float32 or tuple(scale.shape) != (heads,):
+        many = f", or {list(held.k.shape[:3])}, one a key and head" * by_token
         raise InvalidProblem(
             word,
             f"{scale.dtype} {list(scale.shape)}",
-            f"torch.float32 [{heads}], one a key head",
+            f"torch.float32 [{heads}], one a key head{many}",
             "expand it or convert it with .float()",
         )
 

@@ -75,9 +75,9 @@ class DecodeCall(NamedTuple):
         return [field for field in self.about if field is not None]
 
 
-def check(call: DecodeCall) -> Dense | Paged:
+def check(call: DecodeCall, by_token: bool = False) -> Dense | Paged:
     """Validate the arguments and return their layout. Reads only metadata. Raises InvalidProblem or TypeError naming
-    the argument.
+    the argument. by_token: scales may be given for each key and head.
     """
     q, held = call.q, call.held
     check_tensor("q", q, "[B, T, H_q, D]", 4)
@@ -85,7 +85,7 @@ def check(call: DecodeCall) -> Dense | Paged:
         raise InvalidProblem(
             "q", q.dtype, "float16, bfloat16, float32 or float64", "convert it with .to(torch.bfloat16)"
         )
-    layout = check_cache(held, q.shape[0], q.dtype, "q")
+    layout = check_cache(held, q.shape[0], q.dtype, "q", by_token)
     if q.device != held.k.device:
         raise InvalidProblem("q", f"device {q.device}", f"the cache's {held.k.device}", "move it to the cache")
     heads_q, heads_kv = q.shape[2], held.k.shape[2]
@@ -160,7 +160,11 @@ class DecodeProblem(OfCache):
     @staticmethod
     def from_call(call: DecodeCall) -> DecodeProblem:
         """Validate a call and describe it."""
-        layout = check(call)
+        return DecodeProblem.of_checked(call, check(call))
+
+    @staticmethod
+    def of_checked(call: DecodeCall, layout: Dense | Paged) -> DecodeProblem:
+        """Describe a call that `check` found valid."""
         q, k, v = call[:3]
         return DecodeProblem(
             layout=layout,

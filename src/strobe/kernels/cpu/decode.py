@@ -14,6 +14,7 @@ from torch import Tensor
 from ...problem.call import Call
 from ...problem.decode import DecodeCall, DecodeProblem
 from ...problem.mask import NO_BOUND
+from ...problem.paged import PagedCall
 from ..protocol import Forward, Plan
 from ..runtime import error_flags
 from . import parallel
@@ -33,27 +34,55 @@ class Keys(NamedTuple):
 
 def run(plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
     problem: DecodeProblem = plan.problem
-    out, lse = tensors
-    if out.untyped_storage().data_ptr() == call.q.untyped_storage().data_ptr():  # out=q
-        call = call._replace(q=call.q.clone())
-    out.zero_()
-    lse.copy_(call.sinks[None, :, None].expand_as(lse)) if call.sinks is not None else lse.fill_(-torch.inf)
-    jobs = []
-    for b, span in enumerate(_spans(call, problem)):
-        seen = (
-            span[1] - span[0] if call.left == NO_BOUND else min(span[1] - span[0], call.left + problem.layout.seqlen_q)
-        )
-        work = seen * problem.layout.seqlen_q * problem.heads_q * (problem.head_dim + problem.head_dim_v)
-        jobs.append(Job(work, partial(_sequence, b, span, plan, call, tensors)))
+    call = call._replace(q=apart_from(tensors.out, call.q))
+    out, lse = clear(call, tensors)
+    tokens = problem.layout.seqlen_q
+    jobs = [
+        sequence_job(b, span, call.q[b : b + 1], plan, call, Forward(out[b : b + 1], lse[b : b + 1]))
+        for b, span in enumerate(spans(call, problem))
+        if tokens
+    ]
     parallel.run(jobs, tile_memory(plan, workspace["scores"]))
 
 
-def _sequence(b: int, span: tuple[int, int], plan: Plan, call: DecodeCall, tensors: Forward, scratch: Tensor) -> None:
+def apart_from(out: Tensor, q: Tensor) -> Tensor:
+    """q, or a copy of it if out=q."""
+    return q.clone() if out.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() else q
+
+
+def clear(call: DecodeCall | PagedCall, tensors: Forward) -> Forward:
+    """Write what rows that see no key have."""
+    out, lse = tensors
+    out.zero_()
+    sinks = None if call.sinks is None else call.sinks.view(-1, 1)  # lse is [B, H_q, T] or [H_q, T]
+    lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks.expand_as(lse))
+    return tensors
+
+
+def sequence_job(
+    b: int, span: tuple[int, int], q: Tensor, plan: Plan, call: DecodeCall | PagedCall, tensors: Forward
+) -> Job:
+    """The job of sequence b, whose keys are in `span` and whose queries are q [1, T, H_q, D]."""
+    problem: DecodeProblem = plan.problem
+    tokens, length = q.shape[1], span[1] - span[0]
+    seen = length if call.left == NO_BOUND else min(length, call.left + tokens)
+    work = seen * tokens * problem.heads_q * (problem.head_dim + problem.head_dim_v)
+    return Job(work, partial(_sequence, b, span, q, plan, call, tensors))
+
+
+def _sequence(
+    b: int,
+    span: tuple[int, int],
+    q: Tensor,
+    plan: Plan,
+    call: DecodeCall | PagedCall,
+    tensors: Forward,
+    scratch: Tensor,
+) -> None:
     """Compute the rows of one sequence, whose keys are in `span`."""
     problem: DecodeProblem = plan.problem
-    out, lse = tensors
     start, stop = span
-    row = torch.arange(problem.layout.seqlen_q) + stop - problem.layout.seqlen_q
+    row = torch.arange(q.shape[1]) + stop - q.shape[1]
     first = torch.full_like(row, start) if call.left == NO_BOUND else (row - call.left).clamp(start, stop)
     last = torch.full_like(row, stop) if call.right == NO_BOUND else (row + call.right + 1).clamp(start, stop)
     keys = _keys(call, problem, b, int(first[0]), int(last[-1]))
@@ -70,8 +99,8 @@ def _sequence(b: int, span: tuple[int, int], plan: Plan, call: DecodeCall, tenso
             first[seeing],
             last[seeing],
         )
-        one = Call(call.q[b : b + 1], keys.k, keys.v, sinks=call.sinks)
-        for job in attend_jobs(piece, slice(0, problem.heads_kv), plan, one, Forward(out[b : b + 1], lse[b : b + 1])):
+        one = Call(q, keys.k, keys.v, sinks=call.sinks)
+        for job in attend_jobs(piece, slice(0, problem.heads_kv), plan, one, tensors):
             job.run(scratch)
 
 
@@ -89,7 +118,7 @@ def _from_edge(keys: Keys, first: int, edge: int) -> Keys:
     return Keys(k, v, torch.cat([torch.arange(edge, first), keys.position]))
 
 
-def _spans(call: DecodeCall, problem: DecodeProblem) -> list[tuple[int, int]]:
+def spans(call: DecodeCall | PagedCall, problem: DecodeProblem) -> list[tuple[int, int]]:
     """(first key, end) of each sequence, clamped to its capacity."""
     stop = call.seqlens.clamp(0, problem.capacity)
     if not torch.equal(stop, call.seqlens):
@@ -102,10 +131,11 @@ def _spans(call: DecodeCall, problem: DecodeProblem) -> list[tuple[int, int]]:
     return list(zip(start.tolist(), stop.tolist()))
 
 
-def _keys(call: DecodeCall, problem: DecodeProblem, b: int, start: int, stop: int) -> Keys:
+def _keys(call: DecodeCall | PagedCall, problem: DecodeProblem, b: int, start: int, stop: int) -> Keys:
     """Keys [start, stop) of sequence b, except those whose page id is invalid."""
     if call.page_table is None:
-        k, v = (_worth(t[b, start:stop], scale, problem) for t, scale in _both(call))
+        own = lambda scale: scale if scale is None or scale.dim() == 1 else scale[b, start:stop]
+        k, v = (_worth(t[b, start:stop], own(scale), problem) for t, scale in _both(call))
         return Keys(k, v, torch.arange(start, stop))
     size = problem.page_size
     pages = torch.arange(start // size, -(-stop // size))
@@ -116,11 +146,12 @@ def _keys(call: DecodeCall, problem: DecodeProblem, b: int, start: int, stop: in
         pages, ids = pages[present], ids[present]
     position = (pages[:, None] * size + torch.arange(size)).flatten()
     inside = _together(((position >= start) & (position < stop)).nonzero().flatten())
-    k, v = (_worth(_rows(t, ids)[inside], scale, problem) for t, scale in _both(call))
+    own = lambda scale: scale if scale is None or scale.dim() == 1 else _rows(scale, ids)[inside]
+    k, v = (_worth(_rows(t, ids)[inside], own(scale), problem) for t, scale in _both(call))
     return Keys(k, v, position[inside])
 
 
-def _both(call: DecodeCall) -> tuple[tuple[Tensor, Tensor | None], ...]:
+def _both(call: DecodeCall | PagedCall) -> tuple[tuple[Tensor, Tensor | None], ...]:
     return (call.k, call.k_scale), (call.v, call.v_scale)
 
 
@@ -130,8 +161,8 @@ def _rows(pages: Tensor, ids: Tensor) -> Tensor:
 
 
 def _worth(rows: Tensor, scale: Tensor | None, problem: DecodeProblem) -> Tensor:
-    """Rows as [1, n, H, D], dequantised if they are 8-bit."""
+    """Rows as [1, n, H, D], dequantised by scales [H] or [n, H] if they are 8-bit."""
     if problem.cache_dtype == problem.dtype:
         return rows[None]
     rows = rows.to(wide(problem.dtype))
-    return (rows if scale is None else rows * scale[:, None])[None]
+    return (rows if scale is None else rows * scale[..., None])[None]

@@ -6,16 +6,19 @@ sequences, whole batches; see flash.py), and tiles compute the rest. With "tiled
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...problem.append import AppendCall, AppendProblem
 from ...problem.call import Call
-from ...problem.decode import DecodeCall, DecodeProblem
+from ...problem.decode import DecodeProblem
+from ...problem.paged import PagedCall
 from ...problem.problem import Dense, Problem
 from ...problem.target import Target
 from ..protocol import Backward, Buffer, Cost, Forward, Plan, append_cost, attention_cost, decode_cost
-from . import append, backward, decode, flash, forward
+from . import append, backward, decode, flash, forward, paged
 from .tiles import Config, wide
 
 MOST_ELEMENTS = 1 << 19  # of a batched tile of scores: 2 MiB of float32, the L2 of one core
@@ -84,8 +87,15 @@ class CpuDecode(_Cpu):
     def workspace(self, problem: DecodeProblem, config: Config) -> tuple[Buffer, ...]:
         return (_tile_buffer("scores", problem, config),)
 
-    def run(self, plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
+    def run(self, plan: Plan, call: Any, tensors: Forward, workspace: dict[str, Tensor]) -> None:
         decode.run(plan, call, tensors, workspace)
+
+
+class CpuPaged(CpuDecode):
+    name = "cpu.paged"
+
+    def run(self, plan: Plan, call: PagedCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
+        paged.run(plan, call, tensors, workspace)
 
 
 class CpuAppend(_Cpu):
@@ -127,4 +137,4 @@ def _tile_buffer(name: str, problem: Problem | DecodeProblem, config: Config, ti
     return Buffer(name, (workers * tiles * config.tile_elements(problem.group),), wide(problem.dtype))
 
 
-FORWARD, BACKWARD, DECODE, APPEND = CpuForward(), CpuBackward(), CpuDecode(), CpuAppend()
+FORWARD, BACKWARD, DECODE, PAGED, APPEND = CpuForward(), CpuBackward(), CpuDecode(), CpuPaged(), CpuAppend()

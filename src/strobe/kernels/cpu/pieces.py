@@ -81,8 +81,8 @@ def cut(call: Call) -> Pieces:
 
 
 def _sequences(call: Call, broken: list[slice]) -> Iterator[Piece | None]:
-    offsets_q = _offsets("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0])
-    offsets_k = _offsets("cu_seqlens_k", call.cu_seqlens_k, call.k.shape[0])
+    offsets_q = offsets_of("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0])
+    offsets_k = offsets_of("cu_seqlens_k", call.cu_seqlens_k, call.k.shape[0])
     bounds = zip(offsets_q, offsets_q[1:], offsets_k, offsets_k[1:])
     for sequence, (row, row_stop, key, key_stop) in enumerate(bounds):
         diagonal = (key_stop - key) - (row_stop - row) + key - row  # in positions of the packed tensors
@@ -101,7 +101,7 @@ def _sequences(call: Call, broken: list[slice]) -> Iterator[Piece | None]:
             yield piece._replace(diagonal=own, sequence=sequence, origin=(row, key))
 
 
-def _offsets(argument: str, offsets: Tensor | None, total: int) -> list[int]:
+def offsets_of(argument: str, offsets: Tensor | None, total: int) -> list[int]:
     """cu_seqlens as a list. Reading is free on the host, so invalid offsets raise here instead of being clamped."""
     values = [] if offsets is None else offsets.tolist()
     for n, (value, after) in enumerate(zip(values, [*values[1:], total])):

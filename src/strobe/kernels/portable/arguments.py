@@ -181,6 +181,47 @@ class DecodeShape(NamedTuple):
     num_m_blocks: Any  # tiles of rows of a key head
 
 
+class PagedTensors(NamedTuple):
+    q: Any  # [T, H_q, D]
+    k: Any  # the cache: [B, capacity, H_kv, D], or pages [pages, page_size, H_kv, D]
+    v: Any
+    page_table: Any  # [B, max_pages]
+    seqlens: Any  # [B]
+    k_start: Any  # [B]: first key
+    cu_seqlens_q: Any  # [B + 1]
+    out: Any  # [T, H_q, D_v]
+    lse: Any  # [H_q, T]
+    sinks: Any
+
+
+RECORD = 16  # int32 of a sequence's record in the WorkList
+LEAST_SHARE = 2  # key blocks of a split
+
+
+class WorkList(NamedTuple):
+    """What `schedule_kernel` writes, int32. Sequences are the n + 2 of `seqlen.offset_at`."""
+
+    totals: Any  # [2]: items, split tiles
+    sequences: Any  # [n + 2, RECORD]
+    items: Any  # [max_items]: the sequence of each item
+    split_tiles: Any  # [max_partials / 2]: the sequence of each split tile
+
+
+class PagedShape(NamedTuple):
+    """Sizes, int32."""
+
+    total_q: Any
+    batch: Any
+    heads_kv: Any
+    capacity: Any  # keys that a sequence may have
+    num_pages: Any
+    max_pages: Any  # of a sequence
+    page_rows: Any  # keys of a page, or of a batch entry where there are no pages
+    max_items: Any
+    max_partials: Any
+    slots: Any  # programs that the device runs at once
+
+
 class AppendTensors(NamedTuple):
     k_new: Any  # [B, S, H_kv, D]
     v_new: Any
@@ -303,6 +344,22 @@ class KeyCache(NamedTuple):
     batch: Any
     head: Any
     first_key: Any  # keys are counted from here
+
+
+class ScaledCache(NamedTuple):
+    """A KeyCache whose keys and values have scales [pages or batch entries, page_rows, heads_kv]."""
+
+    k: Any
+    v: Any
+    page_table: Any
+    num_pages: Any
+    batch: Any
+    head: Any
+    first_key: Any
+    k_scale: Any
+    v_scale: Any
+    page_rows: Any
+    heads_kv: Any
 
 
 class RowInfo(NamedTuple):

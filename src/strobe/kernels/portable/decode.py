@@ -76,6 +76,13 @@ def load_cached(pool, page, row, strides, head, d, key_ok, width: tl.constexpr, 
 
 
 @triton.jit
+def load_token_scale(scale, cache, page, row, key_ok):
+    """The scales of keys [N] of a ScaledCache, 0 where key_ok is False."""
+    key = page.to(tl.int64) * cache.page_rows + row.to(tl.int64)
+    return tl.load(scale + key * cache.heads_kv + cache.head, mask=key_ok, other=0.0)
+
+
+@triton.jit
 def load_lse(lse, split, row, row_ok, n_rows, n_splits):
     """lse [splits, rows], past the first-level cache, which does not see other programs' stores."""
     known = (split < n_splits)[:, None] & row_ok[None, :]
@@ -120,12 +127,17 @@ def attend(q, cache, strides, keys, visible, softmax, traits: tl.constexpr):
         page, row, key_ok = locate_keys(cache, n_start, columns, wanted, traits)
         k = load_cached(cache.k, page, row, strides.k, cache.head, d, key_ok, traits.head_dim, traits).to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=traits.accumulator)
+        if traits.k_token_scale:
+            s = s * load_token_scale(cache.k_scale, cache, page, row, key_ok)[None, :].to(traits.accumulator)
         s = apply_softcap(s, softmax.softcap, traits)
         # P = softmax(S)
         seen = key_ok[None, :] & (n[None, :] >= visible.start[:, None]) & (n[None, :] < visible.stop[:, None])
         p, rescale, state = online_step(tl.where(seen, s, float("-inf")), state, softmax.scale_log2)
         # O = rescale O + P V
-        v = load_cached(cache.v, page, row, strides.v, cache.head, dv, key_ok, traits.head_dim_v, traits).to(q.dtype)
+        v = load_cached(cache.v, page, row, strides.v, cache.head, dv, key_ok, traits.head_dim_v, traits)
+        if traits.v_token_scale:  # not on p, which could become subnormal in float16
+            v = v.to(traits.accumulator) * load_token_scale(cache.v_scale, cache, page, row, key_ok)[:, None]
+        v = v.to(q.dtype)
         o = tl.dot(p.to(v.dtype), v, o * rescale[:, None], input_precision="ieee", out_dtype=traits.accumulator)
         lost = lost | (wanted & (key_ok == 0))
     return o, state, lost

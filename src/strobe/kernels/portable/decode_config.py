@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,9 @@ class DecodeTraits(Constants, Traits, Widths):
     in_order: bool  # splits are combined in order, as `invariant` processes them
     packed: bool = False  # for `invariant`
 
+    k_token_scale: ClassVar[bool] = False  # PagedTraits has these as fields
+    v_token_scale: ClassVar[bool] = False
+
     @property
     def loop_stages(self) -> int:
         """Stages of the loop in Triton's counting. If each key has its own page id, ids are loaded as far ahead of keys
@@ -100,13 +103,13 @@ def traits_of(problem: DecodeProblem, target: Target) -> DecodeTraits:
     block_m = max(LEAST_ROWS, min(most, 1 << max(0, rows - 1).bit_length()))
     if problem.batch_invariant:  # products of another height use other instructions and give other sums
         block_m = min(most, INVARIANT_ROWS)
-    tile = _tile(problem, target, block_m)
+    tile = tile_of(problem, target, block_m)
     return DecodeTraits(
         block_m=block_m,
         block_n=tile.block_n,
         warps=8 if block_m * padded(problem.head_dim_v) * problem.lse_dtype.itemsize > MOST_FOR_4_WARPS else tile.warps,
         stages=tile.stages,
-        storage=_storage(problem, target),
+        storage=storage_of(problem, target),
         single=False,
         in_order=problem.batch_invariant,
         **traits(problem),
@@ -137,14 +140,14 @@ def invariant_config(problem: Problem, target: Target) -> InvariantConfig:
     return InvariantConfig(replace(traits_of(as_decode(problem), target), packed=problem.packed))
 
 
-def _storage(problem: DecodeProblem, target: Target) -> str:
+def storage_of(problem: DecodeProblem, target: Target) -> str:
     if problem.cache_dtype != FP8:
         return "same"
     # Triton's interpreter does not convert fp8 either
     return "fp8" if target.capability >= FIRST_FP8 and not ENV.interpret else "bits"
 
 
-def _tile(problem: DecodeProblem, target: Target, block_m: int) -> TileConfig:
+def tile_of(problem: DecodeProblem, target: Target, block_m: int, tiles: tuple[TileConfig, ...] = TILES) -> TileConfig:
     """Keys and values per stage, q and the weights, and for 8-bit keys one converted tile of each.
 
     On sm_90, tiles of 64 rows use wgmma, which needs one stage more beside those in flight.
@@ -155,10 +158,10 @@ def _tile(problem: DecodeProblem, target: Target, block_m: int) -> TileConfig:
 
     def shared_bytes(t: TileConfig) -> int:
         rows = block_m * (padded(problem.head_dim) + t.block_n) * itemsize
-        stages = t.stages if block_m == MOST_ROWS else max(1, t.stages - 1)
+        stages = t.stages if block_m >= MOST_ROWS else max(1, t.stages - 1)
         return rows + t.block_n * width * (stages * problem.cache_dtype.itemsize + widened)
 
-    known = WIDE_TILES if itemsize > 2 else BROAD_TILES if width > 256 else TILES
+    known = WIDE_TILES if itemsize > 2 else BROAD_TILES if width > 256 else tiles
     return next((t for t in known if shared_bytes(t) <= limit), known[-1])
 
 

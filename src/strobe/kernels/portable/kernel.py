@@ -21,6 +21,7 @@ from .decode_config import APPEND as APPEND
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, against_interpreter, invariant_config
 from .heuristics import TileConfig, Widths, backward_tiles, forward_tile
+from .paged_config import PAGED as PAGED
 
 LEAST_CAPABILITY = 80
 MOST_WIDTH = 256

@@ -52,19 +52,19 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
 def decode_launch(plan: Plan, call: DecodeCall, tensors: DecodeTensors, splits: SplitWorkspace, word: Tensor) -> Launch:
     problem, config = plan.problem, plan.config
     traits, layout = config.traits, problem.layout
-    k, v = (_stored(pool, traits.storage == "bits") for pool in (call.k, call.v))
+    k, v = (stored(pool, traits.storage == "bits") for pool in (call.k, call.v))
     num_m_blocks = _num_m_blocks(plan)
     arguments = (
         tensors._replace(k=k, v=v),
         PerKeyHead(call.k_scale, call.v_scale),
         splits,
         word,
-        ForwardStrides(*(_strides(x) for x in (call.q, k, v, tensors.out))),
+        ForwardStrides(*(strides_of(x) for x in (call.q, k, v, tensors.out))),
         DecodeShape(
             layout.seqlen_q,
             problem.heads_kv,
             problem.capacity,
-            *_pages(layout),
+            *pages_of(layout),
             config.n_splits,
             config.split_size,
             num_m_blocks,
@@ -98,7 +98,7 @@ def run_append(plan: Plan, call: AppendCall) -> None:
 def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:
     problem, traits = plan.problem, plan.config.traits
     layout = problem.layout
-    k, v = (_stored(pool, traits.eight_bits) for pool in (call.k, call.v))
+    k, v = (stored(pool, traits.eight_bits) for pool in (call.k, call.v))
     rotary = RotaryStrides(0, 0, 0)
     if call.cos is not None and call.sin is not None:
         rotary = RotaryStrides(call.cos.stride(0), call.sin.stride(0), call.cos.shape[0])
@@ -108,22 +108,22 @@ def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:
         PerKeyHead(call.k_scale, call.v_scale),
         RotaryTables(call.cos, call.sin),
         word,
-        AppendStrides(_strides(call.k_new), _strides(call.v_new), _strides(k), _strides(v), rotary),
-        AppendShape(layout.seqlen_q, problem.heads_kv, problem.capacity, problem.page_size, *_pages(layout)),
+        AppendStrides(strides_of(call.k_new), strides_of(call.v_new), strides_of(k), strides_of(v), rotary),
+        AppendShape(layout.seqlen_q, problem.heads_kv, problem.capacity, problem.page_size, *pages_of(layout)),
         traits,
     )
     return Launch(append.append_kernel, layout.batch * layout.seqlen_q * problem.heads_kv, arguments, {"num_warps": 1})
 
 
-def _stored(pool: Tensor, as_bytes: bool) -> Tensor:
+def stored(pool: Tensor, as_bytes: bool) -> Tensor:
     return pool.view(torch.uint8) if as_bytes else pool
 
 
-def _strides(tensor: Tensor) -> Strides:
+def strides_of(tensor: Tensor) -> Strides:
     return Strides(*tensor.stride()[:3])
 
 
-def _pages(layout: Any) -> tuple[int, int]:
+def pages_of(layout: Any) -> tuple[int, int]:
     """(pages in the cache, most pages of a sequence)."""
     return (layout.n_pages, layout.max_pages) if isinstance(layout, Paged) else (0, 0)
 

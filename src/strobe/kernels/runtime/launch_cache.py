@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...problem.call import Call
 from ...problem.decode import DecodeCall
+from ...problem.paged import PagedCall
 from ...problem.problem import ALIGNMENT
 from ...problem.torch_private import PythonGuards, TensorGuards
 from ...problem.torch_state import needs_dispatcher, unseen_mode_active
@@ -202,12 +203,12 @@ def forward_addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
     return *held, *[0 if t is None else t.data_ptr() for t in call.optionals], *_of_mods(call)
 
 
-def decode_addresses(call: DecodeCall, *written: int) -> tuple[int, ...]:
-    """The key of a decode's launch among those of its plan. written: addresses of out, lse and the workspace.
+def decode_addresses(call: DecodeCall | PagedCall, *written: int) -> tuple[int, ...]:
+    """The key of a launch over a cache among those of its plan. written: addresses of out, lse and the workspace.
 
     The plan determines which of the call's tensors are present.
     """
-    return *[tensor.data_ptr() for tensor in call[:9] if tensor is not None], *written
+    return *[tensor.data_ptr() for tensor in call.about if tensor is not None], *written
 
 
 def backward_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tuple:

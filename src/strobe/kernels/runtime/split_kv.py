@@ -10,6 +10,7 @@ from torch import Tensor
 from ...problem.call import DTYPES
 from ...problem.decode import DecodeCall, DecodeProblem
 from ...problem.mask import NO_BOUND
+from ...problem.paged import PagedCall
 from ..protocol import Forward, Plan
 from .launch_cache import CACHE, decode_addresses
 from .workspace import pieces_of
@@ -83,7 +84,9 @@ def splits(capacity: int, tiles: int, block_n: int, slots: int) -> tuple[int, in
     return -(-blocks * block_n // size), size
 
 
-def insert_launch(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], launch: Any) -> None:
+def insert_launch(
+    plan: Plan, call: DecodeCall | PagedCall, t: Forward, workspace: dict[str, Tensor], launch: Any
+) -> None:
     """Insert a decode's launch into the cache. A launch that combines splits uses counters of the current stream, so it
     is replayed on this stream only.
     """

@@ -1,0 +1,28 @@
+"""Packed queries over a cache in the simulator: the three launches of the portable kernel on an sm_90."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from strobe.problem.target import FAKES
+from strobe.sim import simulate
+from strobe.testing import FAMILIES
+from strobe.testing.paged import PAGED, assert_paged_as_good_as
+from tests.kernels.hopper.hopper_cases import SCHEDULES
+from tests.kernels.portable.test_paged_interpreted import run_on
+
+NAMES = ("speculated", "window_softcap_sinks", "pages_of_13", "pages_lost", "rows_left_padded", "fp8_token_scales")
+
+
+@pytest.mark.parametrize("n, name", list(enumerate(NAMES)), ids=NAMES)
+def test_no_report_and_as_good_as_the_oracle(n, name):
+    dtype = (torch.bfloat16, torch.float16)[n % 2]
+    call = PAGED[name].build("cpu", dtype, FAMILIES[n % 5], n, "portable", batch_invariant=n == 2)
+    with simulate("sm_90", *SCHEDULES[n % 3], sms=3, check=False) as run:
+        out, lse, choice = run_on(FAKES["H200"], call)
+    assert_paged_as_good_as((out, lse), call)
+    launches = ["schedule_kernel", "paged_kernel", "combine_kernel"]
+    assert run.launches == launches[: 2 + bool(choice.forward.config.max_partials)]
+    assert run.reports == []
