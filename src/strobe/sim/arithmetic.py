@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from triton._C.libtriton import ir
 
 from . import libdevice, ptx
+from .contraction import Contraction
 from .layouts import Layouts
 from .machine import Machine
 from .report import place_text
@@ -43,7 +44,7 @@ def _scalar(array: Any) -> Any:
     return array[()] if isinstance(array, np.ndarray) and array.ndim == 0 else array
 
 
-class Arithmetic:
+class Arithmetic(Contraction):
     machine: Machine
     layouts: Layouts
 
@@ -121,18 +122,28 @@ class Arithmetic:
     def _inferred(self, operation: str, a: Value, *arguments: object) -> Any:
         return self.layouts.result(operation, a.elem, np.shape(a._data), a.layout, *arguments)[1]
 
+    @staticmethod
+    def _keeps_product(a: Value, made: Value, change: Callable[[Any], Any]) -> Value:
+        if a.product is not None:
+            made.product = a.product.reshaped(change)
+        return made
+
     def create_splat(self, ty: Type, a: Value) -> Value:
-        return Value(np.full(ty.shape, a.data), a.elem, ty.layout)
+        made = Value(np.full(ty.shape, a.data), a.elem, ty.layout)
+        return self._keeps_product(a, made, lambda data: np.full(ty.shape, data))
 
     def create_unsplat(self, a: Value) -> Value:
         return Value(np.asarray(a.data).reshape(-1)[0], a.elem)
 
     def create_broadcast(self, a: Value, ty: Type) -> Value:
         shape, layout = (ty.shape, ty.layout) if isinstance(ty, Type) else (ty, None)
-        return Value(np.broadcast_to(a.data, shape), a.elem, layout)
+        made = Value(np.broadcast_to(a.data, shape), a.elem, layout)
+        return self._keeps_product(a, made, lambda data: np.broadcast_to(data, shape))
 
     def create_expand_dims(self, a: Value, axis: int) -> Value:
-        return Value(a.data[(slice(None),) * axis + (None,)], a.elem, self._inferred("expand_dims", a, axis))
+        place = (slice(None),) * axis + (None,)
+        made = Value(a.data[place], a.elem, self._inferred("expand_dims", a, axis))
+        return self._keeps_product(a, made, lambda data: data[place])
 
     def create_reshape(self, a: Value, shape: Sequence[int], reorder: bool = False) -> Value:
         return Value(np.reshape(a.data, shape), a.elem, self._inferred("reshape", a, list(shape), reorder))
@@ -294,6 +305,21 @@ def _binary(
     return operation
 
 
+def _contracted(name: str, plain: Callable[..., Value]) -> Callable[..., Value]:
+    """A product that remembers its factors, or a sum that looks for a product among its operands."""
+
+    def operation(self: Arithmetic, a: Value, b: Value) -> Value:
+        made = plain(self, a, b)
+        if self.contracts:
+            if name == "fmul":
+                self.remember(a, b, made)
+            else:
+                return self.fused(a, b, made, subtracts=name == "fsub")
+        return made
+
+    return operation
+
+
 def _unary(compute: Callable, lanes: int = _LANES) -> Callable[..., Value]:
     def operation(self: Arithmetic, a: Value) -> Value:
         result = np.asarray(compute(a.data))
@@ -363,6 +389,8 @@ _PLAIN = dict(
 
 for _name, _compute in {**_FLOAT, **_SIGNED}.items():
     setattr(Arithmetic, "create_" + _name, _binary(_compute))
+for _name in ("fadd", "fsub", "fmul"):
+    setattr(Arithmetic, "create_" + _name, _contracted(_name, getattr(Arithmetic, "create_" + _name)))
 for _name, _compute in _UNSIGNED.items():
     setattr(Arithmetic, "create_" + _name, _binary(_compute, as_unsigned=True))
 for _name, _compute, _is_unsigned in (

@@ -9,19 +9,27 @@ from dataclasses import dataclass
 class Checks:
     """Which faults are checked beyond those that a schedule makes visible.
 
-    >>> Checks(happens_before=False)
-    Checks(happens_before=False, read_fences=False, atomic_order=False)
+    >>> Checks(contraction=True) == Checks()
+    False
 
     Attributes:
         happens_before: races, missing fences and similar, also where this schedule happened to avoid them.
         read_fences: also require a proxy fence between a generic read and an asynchronous overwrite.
         atomic_order: also require an order between floating-point adds to one address. Without it the sum can differ
             from run to run. It needs happens_before.
+        contraction: results that change if the compiler fuses a product into the sum that follows it.
+        coverage: tensors that a launch writes without reading: elements that it leaves out, or writes more than once.
+        overflow: integers that wrap around.
+        hints: `tl.multiple_of` and `tl.max_contiguous` that are false.
     """
 
     happens_before: bool = True
     read_fences: bool = False
     atomic_order: bool = False
+    contraction: bool = False
+    coverage: bool = False
+    overflow: bool = False
+    hints: bool = False
 
 
 USUAL = Checks()

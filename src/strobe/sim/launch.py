@@ -40,7 +40,7 @@ from .values import STORED, Descriptor, Value, wraps
 KIB = 1024
 TENSOR_COLUMNS = 512  # on sm_100 and sm_103
 _OPTIONS = ("num_warps", "num_ctas", "maxnreg", "num_stages", "launch_cooperative_grid", "launch_pdl")
-_CHECKED = dict(debug=True, sanitize_overflow=False)  # device_assert is active; integers wrap, as without TRITON_DEBUG
+_CHECKED = dict(debug=True)  # device_assert is active
 _DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.bool: tl.int1}
 
 
@@ -94,6 +94,7 @@ def simulate(
     check: bool = True,
     max_reports: int = 50,
     max_iterations: int = MAX_ITERATIONS,
+    fuse: bool = False,
     checks: Checks = USUAL,
 ) -> Iterator[Run]:
     """Run kernels on a CPU and find races, deadlocks and missing fences.
@@ -114,10 +115,10 @@ def simulate(
         sms: number of CTAs in flight, and the number of SMs that the host code sees.
         check: raise SimulationFault at the end if there are findings. Otherwise they stay in `run.reports`.
         max_reports: stop after this many distinct findings.
+        fuse: round a product and the sum that follows it once, as the compiler does with `enable_fp_fusion`.
         max_iterations: report a loop of a kernel that runs for more iterations, and stop.
         checks: which faults are looked for. `Checks(happens_before=False)` reports only what this schedule makes
-            visible. `read_fences=True` also requires a proxy fence between a generic read and an asynchronous
-            overwrite. `atomic_order=True` also requires an order between floating-point adds to one address.
+            visible. The other checks are off by default: see `Checks`.
 
     Raises ValueError for an unknown target or mode, TypeError for tensors that are not on the CPU, and SimulationFault
     for findings.
@@ -128,7 +129,7 @@ def simulate(
     reports = Reports(max_reports)
     limits = {"shared": SHARED_KIB[capability] * KIB, "tensor": TENSOR_COLUMNS if capability in (100, 103) else 0}
     run = Run(Machine(mode, seed, sms, limits, reports, checks), reports)
-    run.machine.max_iterations = max_iterations
+    run.machine.max_iterations, run.machine.fuse = max_iterations, fuse
 
     made: dict[tuple[int, str], SimpleNamespace] = {}
 
@@ -212,7 +213,9 @@ class _Launch:
         options = {
             name: value for name, value in keywords.items() if name in _OPTIONS and name not in self.fn.arg_names
         }
-        parsed: Any = CUDABackend(GPUTarget("cuda", self.capability, 32)).parse_options(options | _CHECKED)
+        parsed: Any = CUDABackend(GPUTarget("cuda", self.capability, 32)).parse_options(
+            options | _CHECKED | {"sanitize_overflow": self.machine.checks.overflow}
+        )
         if parsed.num_ctas != 1:
             raise NotImplementedError(
                 f"num_ctas={parsed.num_ctas}: the simulator does not distribute a tensor over the programs of a cluster"

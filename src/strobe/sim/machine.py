@@ -52,6 +52,7 @@ class Machine:
         self.mode, self.random, self.sms, self.limits, self.reports = mode, random.Random(seed), sms, limits, reports
         self.checks = checks
         self.storages: list[Memory] = []
+        self.fuse = False  # whether a product and the sum that follows it are rounded once
         self.loaded_pointers = False  # whether the kernel made pointers from numbers, so that they point anywhere
         self.events: list[Event] = []
         self.stats: dict[str, int] = {"ctas": 0, "steps": 0, "accesses": 0, "landed": 0}

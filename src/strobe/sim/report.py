@@ -20,7 +20,9 @@ KINDS = {
     "bounds": "an access outside every argument, allocation or buffer array",
     "target": "an operation that the target does not support",
     "budget": "more shared or tensor memory than the target has",
-    "assert": "a device_assert failed",
+    "assert": "a device_assert failed, an assumption or a hint is false, an integer overflows or is divided by zero",
+    "contraction": "a result that changes if the compiler fuses a product into a sum",
+    "coverage": "an output's element that the launch never writes, or writes more than once",
     "compiler": "source that Triton's frontend is known to miscompile",
 }
 

@@ -131,12 +131,15 @@ class Type:
 
 
 class Value:
-    """A tensor or scalar in registers. `pending` is the wgmma that has not finished computing it."""
+    """A tensor or scalar in registers. `pending` is the wgmma that has not finished computing it, `product` the factors
+    of a product, for strobe.sim.contraction.
+    """
 
-    __slots__ = ("_data", "elem", "layout", "pending")
+    __slots__ = ("_data", "elem", "layout", "pending", "product")
 
     def __init__(self, data: Any, elem: str, layout: object = None, pending: Pending | None = None):
         self._data, self.elem, self.layout, self.pending = data, elem, layout, pending
+        self.product: Any = None
 
     @property
     def data(self) -> Any:
