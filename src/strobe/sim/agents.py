@@ -46,6 +46,7 @@ class Barrier:
     """An mbarrier. A phase completes when it has all its arrivals and all its bytes (PTX ISA, mbarrier)."""
 
     __slots__ = (
+        "arrivals",
         "copies",
         "count",
         "gathering",
@@ -67,6 +68,7 @@ class Barrier:
         self.released: Clock = {}  # vector clock that a waiter acquires: all completed phases
         self.since = dict(since)  # clock of the initialisation
         self.waits: dict[str, tuple[int, Place]] = {}  # agents that saw the last phase complete: (clock, place)
+        self.arrivals: dict[str, tuple[int, Place]] = {}  # who arrived, or which copy: (last phase, place)
         self.copies = 0  # TMA loads issued in this phase
         self.valid = True
         # modelled time of the latest arrival, and of the last two completions
@@ -183,6 +185,7 @@ class Partition:
         self.vector_clock[self.agent] = self.vector_clock.get(self.agent, 0) + 1
         self.blocked: Callable[[], bool] | None = None  # returns whether the partition may continue
         self.waits_for: Callable[[], str] = lambda: "nothing"
+        self.waits_on: Barrier | None = None  # the mbarrier that it waits for
         self.where: Place = origin
         self.done, self.result = False, None
         stream = lambda kind: Stream(f"{kind} of {self.agent}")

@@ -19,6 +19,7 @@ import numpy as np
 
 from .agents import Barrier, Cluster, Cta, NamedBarrier, Operation, Partition, Stream
 from .checks import USUAL, Checks
+from .deadlock import explain
 from .memory import Access, Actor, Clock, Granules, Memory, merge
 from .options import MAX_ITERATIONS
 from .options import MODES as MODES
@@ -226,6 +227,7 @@ class Machine:
                 (barrier.name, "early", where),
             )
         merge(barrier.gathering, vector_clock)
+        barrier.arrivals[who] = barrier.phase, where
         barrier.missing -= count
         barrier.missing_bytes += expect
         barrier.latest = max(barrier.latest, time_ns)
@@ -241,6 +243,7 @@ class Machine:
         """Complete the bytes of a copy that was issued in `phase` of the barrier."""
         self.progress += 1
         merge(barrier.gathering, vector_clock)
+        barrier.arrivals[operation.what] = barrier.phase, operation.where
         barrier.missing_bytes -= size
         barrier.latest = max(barrier.latest, operation.ready_ns)
         if (barrier.missing == 0 and barrier.missing_bytes < 0) or barrier.phase != phase:
@@ -271,7 +274,9 @@ class Machine:
     def wait(self, barrier: Barrier, parity: int) -> None:
         p = self.current
         self.preempt()
+        p.waits_on = barrier
         self.block(lambda: barrier.passed(parity), lambda: f"parity {parity} of {barrier.name} ({barrier})")
+        p.waits_on = None
         merge(p.vector_clock, barrier.released)
         barrier.waits[p.agent] = p.clock, self.place()
         self._until(barrier.times[parity], f"wait {barrier.name}")
@@ -548,20 +553,7 @@ class Machine:
 
     def _deadlock(self) -> None:
         stuck = [p for cta in self.ctas for p in cta.partitions if not p.done and p.blocked]
-        several = len(self.ctas) > 1
-        lines = [
-            (
-                f"{p.name}{f' of CTA {p.cta.index}' if several else ''} waits for {p.waits_for()} at "
-                f"{place_text(p.where)}"
-            )
-            for p in stuck
-            if p.waits_for() != "its partitions"
-        ]
-        self.report(
-            "deadlock",
-            "every partition waits and nothing is in flight:\n  " + "\n  ".join(lines),
-            stuck[0].where if stuck else (),
-        )
+        self.report("deadlock", explain(self.ctas), stuck[0].where if stuck else ())
         raise Stop
 
     def _finish(self, cta: Cta) -> None:
