@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from strobe.sim import simulate
+from strobe.sim import Checks, simulate
 from strobe.sim.machine import MODES
 
 
@@ -25,7 +25,7 @@ def endless_kernel(x, steps):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loop_without_end_is_reported(mode):
-    with simulate("sm_90", mode, check=False, max_iterations=3000) as run:
+    with simulate("sm_90", mode, check=False, checks=Checks(max_iterations=3000)) as run:
         endless_kernel[(2,)](torch.zeros(1, dtype=torch.int32), 3)
     (report,) = run.reports
     assert report.kind == "deadlock" and "test_loops.py:19 endless_kernel" in report.where
@@ -34,11 +34,11 @@ def test_a_loop_without_end_is_reported(mode):
 
 
 def test_a_long_loop_is_reported_with_its_length():
-    with simulate("sm_90", check=False, max_iterations=50) as run:
+    with simulate("sm_90", check=False, checks=Checks(max_iterations=50)) as run:
         endless_kernel[(1,)](torch.full([1], 7, dtype=torch.int32), 60)
     assert "iteration 50 of 60 of the loop" in run.reports[0].text
     x = torch.full([1], 7, dtype=torch.int32)
-    with simulate("sm_90", max_iterations=61):
+    with simulate("sm_90", checks=Checks(max_iterations=61)):
         endless_kernel[(1,)](x, 60)
     assert x.item() == 60
 

@@ -305,6 +305,19 @@ def _binary(
     return operation
 
 
+def _noting_overflow(name: str, plain: Callable[..., Value]) -> Callable[..., Value]:
+    """An operation on integers that notes where int32 overflows: a report of an address out of bounds names it."""
+    exact = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name]
+
+    def operation(self: Arithmetic, a: Value, b: Value) -> Value:
+        made = plain(self, a, b)
+        if a.elem == "i32" and np.any(exact(a.data, b.data, dtype=np.int64) != made.data):
+            self.machine.wrapped.setdefault(place_text(self.machine.place()), name)
+        return made
+
+    return operation
+
+
 def _contracted(name: str, plain: Callable[..., Value]) -> Callable[..., Value]:
     """A product that remembers its factors, or a sum that looks for a product among its operands."""
 
@@ -389,6 +402,8 @@ _PLAIN = dict(
 
 for _name, _compute in {**_FLOAT, **_SIGNED}.items():
     setattr(Arithmetic, "create_" + _name, _binary(_compute))
+for _name in ("add", "sub", "mul"):
+    setattr(Arithmetic, "create_" + _name, _noting_overflow(_name, getattr(Arithmetic, "create_" + _name)))
 for _name in ("fadd", "fsub", "fmul"):
     setattr(Arithmetic, "create_" + _name, _contracted(_name, getattr(Arithmetic, "create_" + _name)))
 for _name, _compute in _UNSIGNED.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .options import MAX_ITERATIONS
+
 
 @dataclass(frozen=True)
 class Checks:
@@ -20,6 +22,7 @@ class Checks:
         contraction: results that change if the compiler fuses a product into the sum that follows it.
         coverage: tensors that a launch writes without reading: elements that it leaves out, or writes more than once.
         overflow: integers that wrap around.
+        max_iterations: the most iterations of one loop. A loop that runs for more is reported, and the launch ends.
         hints: `tl.multiple_of` and `tl.max_contiguous` that are false.
     """
 
@@ -30,6 +33,7 @@ class Checks:
     coverage: bool = False
     overflow: bool = False
     hints: bool = False
+    max_iterations: int = MAX_ITERATIONS
 
 
 USUAL = Checks()

@@ -70,7 +70,8 @@ def _is_json(path: Path) -> bool:
 
 
 def _checks(arguments: argparse.Namespace) -> Checks:
-    return Checks(atomic_order=arguments.ordered)
+    also = [*(arguments.check or ()), *(["atomic_order"] if arguments.ordered else [])]
+    return Checks(max_iterations=arguments.max_iterations, **dict.fromkeys(also, True))
 
 
 def _run(scene: Scene, arguments: argparse.Namespace) -> int:
@@ -78,9 +79,14 @@ def _run(scene: Scene, arguments: argparse.Namespace) -> int:
     found: dict[tuple[str, str, int], Report] = {}  # by (kind, place, index at that place)
     stats: Counter[str] = Counter()
     runs = [(mode, seed) for mode in modes for seed in range(arguments.seed, arguments.seed + arguments.seeds)]
-    options: dict[str, Any] = {"sms": arguments.sms, "check": False, "max_iterations": arguments.max_iterations}
+    options: dict[str, Any] = {
+        "sms": arguments.sms,
+        "check": False,
+        "fuse": arguments.fuse,
+        "checks": _checks(arguments),
+    }
     for mode, seed in runs:
-        with simulate(arguments.target, mode, seed, checks=_checks(arguments), **options) as run:
+        with simulate(arguments.target, mode, seed, **options) as run:
             scene()
         stats.update(run.stats)
         numbers: Counter[tuple[str, str]] = Counter()

@@ -29,7 +29,7 @@ from .layouts import Layouts
 from .machine import MODES, Machine
 from .memory import Memory
 from .names import names_when_asked
-from .options import MAX_ITERATIONS, SHARED_KIB
+from .options import SHARED_KIB
 from .report import Report, Reports, SimulationFault, Stop
 from .semantics import Gluon, Triton, quiet
 from .storages import adopt, register
@@ -93,7 +93,6 @@ def simulate(
     sms: int = 4,
     check: bool = True,
     max_reports: int = 50,
-    max_iterations: int = MAX_ITERATIONS,
     fuse: bool = False,
     checks: Checks = USUAL,
 ) -> Iterator[Run]:
@@ -116,7 +115,6 @@ def simulate(
         check: raise SimulationFault at the end if there are findings. Otherwise they stay in `run.reports`.
         max_reports: stop after this many distinct findings.
         fuse: round a product and the sum that follows it once, as the compiler does with `enable_fp_fusion`.
-        max_iterations: report a loop of a kernel that runs for more iterations, and stop.
         checks: which faults are looked for. `Checks(happens_before=False)` reports only what this schedule makes
             visible. The other checks are off by default: see `Checks`.
 
@@ -129,7 +127,7 @@ def simulate(
     reports = Reports(max_reports)
     limits = {"shared": SHARED_KIB[capability] * KIB, "tensor": TENSOR_COLUMNS if capability in (100, 103) else 0}
     run = Run(Machine(mode, seed, sms, limits, reports, checks), reports)
-    run.machine.max_iterations, run.machine.fuse = max_iterations, fuse
+    run.machine.fuse = fuse
 
     made: dict[tuple[int, str], SimpleNamespace] = {}
 
@@ -227,7 +225,7 @@ class _Launch:
         layouts = _LAYOUTS.get(key) or _LAYOUTS.setdefault(key, Layouts(*key))
         self.builder = Builder(self.machine, parsed, layouts, self.capability)
         self.semantic: Any = (Gluon if self.fn.is_gluon() else Triton)(self.builder)
-        self.machine.storages, self.machine.loaded_pointers = [], False
+        self.machine.begin_launch()
         values = [
             self._argument(parameter.name, bound.arguments[parameter.name], parameter) for parameter in self.fn.params
         ]
@@ -265,7 +263,7 @@ class _Launch:
         if not isinstance(tensor, torch.Tensor):
             adopt(self.machine, np.asarray(address))
         elif tensor.numel():
-            register(self.machine, name, tensor)
+            self.machine.coverage.add(name, register(self.machine, name, tensor), tensor)
         return tl.tensor(Value(np.int64(address), "*" + elem.to_ir(self.builder).elem), tl.pointer_type(elem))
 
     def _number(self, value: int | float, parameter: KernelParam | None) -> base_value:
@@ -293,6 +291,7 @@ class _Launch:
 
     def _descriptor(self, name: str, host: GluonDescriptor | TensorDescriptor) -> base_value:
         memory = register(self.machine, name, host.base)
+        self.machine.coverage.add(name, memory, host.base)
         elem = _dtype(host.base.dtype)
         ir_elem = elem.to_ir(self.builder).elem
         address, block = host.base.data_ptr(), list(host.block_shape)

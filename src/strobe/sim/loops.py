@@ -31,9 +31,9 @@ class Loop:
         self._partition.allocations.end_iteration()
         if self._turns % _PATIENCE == 0:
             self._machine.preempt(always=True)
-        if self._turns == self._machine.max_iterations - 1:
+        if self._turns == self._machine.checks.max_iterations - 1:
             self._before = _scalars(self._frame)
-        if self._turns >= self._machine.max_iterations:
+        if self._turns >= self._machine.checks.max_iterations:
             self._endless()
 
     def end(self) -> None:

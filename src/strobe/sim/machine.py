@@ -19,9 +19,9 @@ import numpy as np
 
 from .agents import Barrier, Cluster, Cta, NamedBarrier, Operation, Partition, Stream
 from .checks import USUAL, Checks
+from .coverage import Coverage
 from .deadlock import explain
 from .memory import Access, Actor, Clock, Granules, Memory, merge
-from .options import MAX_ITERATIONS
 from .options import MODES as MODES
 from .report import Place, Reports, Stop, place_text
 from .timeline import Event
@@ -53,6 +53,8 @@ class Machine:
         self.mode, self.random, self.sms, self.limits, self.reports = mode, random.Random(seed), sms, limits, reports
         self.checks = checks
         self.storages: list[Memory] = []
+        self.coverage = Coverage(self.report)  # of the tensors of a launch
+        self.wrapped: dict[str, str] = {}  # operations on int32 that overflowed in this launch, by place
         self.fuse = False  # whether a product and the sum that follows it are rounded once
         self.loaded_pointers = False  # whether the kernel made pointers from numbers, so that they point anywhere
         self.events: list[Event] = []
@@ -60,12 +62,17 @@ class Machine:
         self.current: Partition = _NOBODY  # set whenever kernel code runs
         self.hub: Any = None  # the scheduler's greenlet
         self.ctas: list[Cta] = []
-        self.max_steps, self.max_iterations = MAX_STEPS, MAX_ITERATIONS
+        self.max_steps = MAX_STEPS
         self.entered: dict[int, Any] = {}  # jit functions that ran, by id
         self.progress = 0  # counts changes that a spinning partition might see
         self._priorities: dict[str, float] = {}
         self._sequence: dict[str, int] = {}
         self._locations: dict[tuple[int, int], Clock] = {}  # clocks that atomics released, by global address
+
+    def begin_launch(self) -> None:
+        """Forget the arguments of the launch before."""
+        self.storages, self.loaded_pointers = [], False
+        self.coverage, self.wrapped = Coverage(self.report), {}
 
     # ---- current place and findings
 
@@ -93,6 +100,8 @@ class Machine:
         else:
             self.current.last_read = ()
         earlier, unwritten = memory.touch(mask, write, actor)
+        if self.checks.coverage and memory.space == "global":
+            self.coverage.access(memory, mask, write, actor, earlier)
         if not self.checks.happens_before:
             return
         if unwritten:
@@ -487,6 +496,7 @@ class Machine:
                 if not self.ctas:
                     break
                 self._step()
+            self.coverage.report()
         finally:
             self._kill()
             self.hub, self.current = None, _NOBODY

@@ -70,6 +70,13 @@ def _parser() -> argparse.ArgumentParser:
         help="report unordered floating-point adds to one address (bits may differ between runs)",
     )
     made.add_argument(
+        "--check",
+        action="append",
+        choices=("read_fences", "atomic_order", "contraction", "coverage", "overflow", "hints"),
+        help="look for these faults too; repeatable",
+    )
+    made.add_argument("--fuse", action="store_true", help="round a product and the sum behind it once, as GPUs do")
+    made.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write a timeline of modelled time (.html, .svg, .json)"
     )
     made.add_argument("--mutate", action="store_true", help="drop or weaken one synchronisation at a time")

@@ -109,10 +109,16 @@ class Pointers:
         self.machine.report(
             "bounds",
             f"global {what} leaves {home.name} ({before} elements before its start, {after} past its end, "
-            f"of {total}), at {place_text(place)}",
+            f"of {total}), at {place_text(place)}{self._overflows()}",
             place,
             (what, place),
         )
+
+    def _overflows(self) -> str:
+        """The operations of this launch in which 32 bits overflowed, as a likely cause."""
+        names = {"add": "sum", "sub": "difference", "mul": "product"}
+        noted = [f"a {names[name]} of int32 overflows at {where}" for where, name in self.machine.wrapped.items()]
+        return f"; {', '.join(noted[:3])}" if noted else ""
 
     def _nearest(self, address: int) -> Memory:
         return min(self.machine.storages, key=lambda m: min(abs(address - m.base), abs(address - m.end)))

@@ -12,7 +12,8 @@ from triton.experimental.gluon.language._semantic import GluonCallerContext, Glu
 from triton.language.core import _unwrap_if_constexpr as unwrapped
 from triton.language.semantic import TritonSemantic
 
-from .values import Diverged, Type, Value
+from . import hints
+from .values import BYTES, Diverged, Type, Value, is_pointer
 from .values import tensor as make_tensor
 
 if TYPE_CHECKING:
@@ -90,11 +91,27 @@ class _Evaluated(TritonSemantic):
             return input
         return super().cast(input, dst_ty, fp_downcast_rounding)
 
-    def multiple_of(self, x: Tensor, values: object) -> Tensor:
-        """A hint to the compiler, without effect on results."""
+    def multiple_of(self, x: Tensor, values: Sequence[int]) -> Tensor:
+        """A hint to the compiler, without effect on results. Looked at if `hints` is set."""
+        if self.builder.machine.checks.hints:
+            self._check_hint("multiple_of", x, values, hints.misaligned)
         return x
 
-    max_contiguous = max_constancy = multiple_of
+    def max_contiguous(self, x: Tensor, values: Sequence[int]) -> Tensor:
+        if self.builder.machine.checks.hints:
+            self._check_hint("max_contiguous", x, values, hints.uneven(1))
+        return x
+
+    def max_constancy(self, x: Tensor, values: Sequence[int]) -> Tensor:
+        if self.builder.machine.checks.hints:
+            self._check_hint("max_constancy", x, values, hints.uneven(0))
+        return x
+
+    def _check_hint(self, name: str, x: Tensor, values: Sequence[int], find: hints.Find) -> None:
+        handle, numbers = x.handle, cast("list[int]", [unwrapped(value) for value in values])
+        step = BYTES.get(handle.elem[1:], 8) if is_pointer(handle.elem) else 1
+        if wrong := find(np.asarray(handle.data), numbers, step):
+            self.builder.report("assert", f"tl.{name}({numbers}) is false: {wrong}")
 
     def _combine(self, build: _Build, left: list[Value], right: list[Value]) -> list[np.ndarray]:
         def combined(arrays: list[np.ndarray]) -> list[np.ndarray]:
