@@ -43,7 +43,7 @@ LAYERS = (
     ("",),  # strobe itself: applications come after it
     ("testing", "sim", "target"),
     ("compat",),
-    ("integrations", "flash_attn", "flash_attn_interface", "cute"),
+    ("integrations", "flash_attn", "flash_attn_interface", "cute", "ring_flash_attn"),
     ("bench",),
     ("cli",),
     ("__main__",),
@@ -55,6 +55,7 @@ STAND_INS = (
     "flash_attn",
     "flash_attn_interface",
     "cute",
+    "ring_flash_attn",
     "compat.aten",
 )  # their functions have other libraries' signatures
 KERNELS = ("kernels.portable", "kernels.hopper", "kernels.blackwell", "kernels.device")

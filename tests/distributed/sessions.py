@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,9 +34,21 @@ def session(rank: int, folder: str, world: int, is_whole: bool) -> None:
     found: Found = {}
     each = 1 if is_whole else EACH[world]
     divided.run_cases(divided.ways(), found, each)
-    parts = (_few_rows, _wrong, _warmed) if world > 2 else ()
+    parts = (_few_rows, _wrong, _warmed, _given) if world > 2 else ()
     if is_whole or world == 2:
-        parts = _few_rows, _packed, _other_mask, _bits, _bfloat16, _layouts, _wrong, _trained, _recomputed, _warmed
+        parts = (
+            _few_rows,
+            _packed,
+            _other_mask,
+            _bits,
+            _bfloat16,
+            _layouts,
+            _wrong,
+            _trained,
+            _recomputed,
+            _warmed,
+            _given,
+        )
     for part in parts:
         part(found)
     if world == 3:
@@ -157,6 +170,23 @@ def _wrong(found: Found) -> None:
                 message = str(error)
             dist.all_gather_object(told, message)
             found[f"wrong {name}: {scheme}"] = told
+
+
+def _given(found: Found) -> None:
+    """Rows that the caller deals: uneven, several intervals a rank, and none for the last rank."""
+    world = dist.get_world_size()
+    edges = [0, 3, 4, 11, 12, 30, 33, SEQLEN]
+    held: list[list] = [[] for _ in range(world)]
+    for number, run in enumerate(pairwise(edges)):
+        held[number % max(1, world - 1)].append(run)
+    for index, (scheme, name) in enumerate((s, m) for s in ("keys", "heads") for m in ("causal", "all", "window both")):
+        mask, tensors = divided.MASKS[name](), divided.inputs(SEQLEN, 3, index)
+        plan = context_parallel(scheme=scheme).plan(mask, seqlen=SEQLEN, heads_q=HEADS, heads_kv=3, rows=held)
+        found[f"given: {scheme}, {name}, positions"] = float(
+            plan.local_rows - sum(b - a for a, b in held[dist.get_rank()])
+        )
+        ours = divided.attend_shards(tensors, plan, True)
+        found[f"given: {scheme}, {name}"] = divided.difference(ours, divided.attend(tensors, True, mask=mask))
 
 
 def _warmed(found: Found) -> None:

@@ -49,7 +49,7 @@ def test_every_mask_gives_what_one_process_gives(way, found):
     assert {name: error for name, error in part.items() if not error < EXACT} == {}
 
 
-@pytest.mark.parametrize("start", ["few", "packed", "other mask"])
+@pytest.mark.parametrize("start", ["few", "packed", "other mask", "given"])
 def test_other_calls_give_what_one_process_gives(start, found):
     assert {name: error for name, error in _of(found, f"{start}: ").items() if not error < EXACT} == {}
 
@@ -102,6 +102,16 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path):
     told, seconds = torch.load(tmp_path / "told.pt")
     assert told != "nothing" and seconds < 40
     assert [process.exitcode for process in processes] == [0, 9]
+
+
+@pytest.mark.parametrize("rows", [[[(0, 3)]], [[(0, 4)], []], [[(0, 5)]], [[(2, 4), (0, 2)]], [[(0, 3), (2, 4)]]])
+def test_rows_that_are_no_division_are_refused(rows):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(strobe.InvalidProblem, match="rows: got"):
+            context_parallel().plan(seqlen=4, heads_q=2, rows=rows)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_functions_of_scores_and_masks_are_refused():

@@ -345,6 +345,7 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
         (None,),
         "strobe adds no bias to scores; use a window or rotary positions, or FlexAttention for a bias",
     ),
+    "return_attn_probs": ((False,), "an exchange between processes returns no log-sum-exp; leave it out"),
     "leftpad_k": ((None,), _LEFTPAD),
     "output_scale": ((None,), "strobe does not quantize outputs; scale the combined out"),
     "cu_seqlens_q": ((None,), _PACKED),

@@ -13,7 +13,6 @@ from .agreement import ERROR, Description, check_agreement, described_error
 from .heads import EnterHeads, LeaveHeads
 from .keys import AttendKeys
 from .plan import Plan
-from .runs import size
 
 
 def attend_plan(call: Call, plan: Plan, mask: Mask | None) -> Tensor:
@@ -81,13 +80,10 @@ def _check_local(call: Call, plan: Plan) -> None:
 
 
 def _described(call: Call, plan: Plan) -> Description:
-    s = plan.settings
     sizes = lambda t: f"{t.shape[0]} x {t.shape[2]} heads x {t.shape[3]} {DTYPES[t.dtype]}"
     described = {name: sizes(t) if t.dim() == 4 and t.dtype in DTYPES else "" for name, t in zip("qkv", call[:3])}
-    rows = " + ".join(str(size(runs)) for runs in plan.rows)
-    order = "own keys first" if s.own_first else "keys at once"
     return {
-        "plan": f"{s.scheme}, {s.balance}, {order}, {rows} rows, {plan.sizes[1]} and {plan.sizes[2]} heads",
+        "plan": plan.summary,
         "mask": f"{plan.mask.structure} {plan.fingerprint}",
         **described,
         "sinks": "none" if call.sinks is None else f"{list(call.sinks.shape)} {call.sinks.dtype}",

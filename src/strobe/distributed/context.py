@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem, wrong_type
@@ -14,7 +17,7 @@ from . import runs as run_lists
 from .group import Ranks, groups_of
 from .packed import documents_of, remember_offsets
 from .plan import Plan, Settings, Sizes, bytes_of_heads, mask_key, read, rows_of
-from .runs import Runs, size, without
+from .runs import Runs, size, union, without
 from .visible import Visible, imbalance
 
 SCHEMES = ("auto", "heads", "keys", "heads+keys")
@@ -35,7 +38,7 @@ class ContextParallel:
 
     def plan(
         self, mask: Mask | None = None, *, seqlen: int, heads_q: int, heads_kv: int | None = None,
-        head_dim: int = 128, batch: int = 1, dtype: torch.dtype = torch.bfloat16,
+        head_dim: int = 128, batch: int = 1, dtype: torch.dtype = torch.bfloat16, rows: Sequence[Runs] | None = None,
     ) -> Plan:  # fmt: skip
         """Divide a sequence over the ranks. Every rank must ask for the same plan.
 
@@ -44,6 +47,7 @@ class ContextParallel:
             seqlen: positions of the whole sequence. Any number: ranks may hold different numbers of rows, or none.
             heads_q, heads_kv: heads of the model; under tensor parallel, of a process. heads_kv defaults to heads_q.
             head_dim, batch, dtype: for the choice of a scheme and for `explain` only.
+            rows: for each rank its rows in place of a balance, as ascending intervals [start, stop) of positions.
 
         Returns a Plan, cached for equal arguments. Raises InvalidProblem for arguments that contradict each other and
         UnsupportedProblem for heads that do not divide over ranks.
@@ -60,11 +64,12 @@ class ContextParallel:
         if heads_q % heads_kv:
             raise InvalidProblem("heads_kv", heads_kv, f"a divisor of heads_q = {heads_q}", "count the whole model's")
         sizes = Sizes(seqlen, heads_q, heads_kv, head_dim, head_dim, batch, dtype.itemsize)
-        key = sizes, mask_key(mask)
+        given = None if rows is None else self._given(rows, seqlen)
+        key = sizes, mask_key(mask), given
         if key not in self.plans:
             while len(self.plans) >= MOST_PLANS:
                 self.plans.pop(next(iter(self.plans)))
-            self.plans[key] = self._plan(mask, sizes)
+            self.plans[key] = self._plan(mask, sizes, given)
         return self.plans[key]
 
     def plan_varlen(self, cu_seqlens: Tensor, *, causal: bool = False, **sizes: Any) -> Plan:
@@ -77,10 +82,29 @@ class ContextParallel:
         remember_offsets(plan, cu_seqlens, documents)
         return plan
 
-    def _plan(self, mask: Mask, sizes: Sizes) -> Plan:
+    def _given(self, rows: Sequence[Runs], seqlen: int) -> tuple[Runs, ...]:
+        """The rows of each rank as run lists that hold each position once."""
+        found: tuple[Runs, ...] = tuple(
+            tuple((int(start), int(stop)) for start, stop in runs if start < stop) for runs in rows
+        )
+        every = union(run for runs in found for run in runs)
+        is_whole = every == union([(0, seqlen)]) and sum(map(size, found)) == seqlen
+        ascending = all(before[1] <= after[0] for runs in found for before, after in pairwise(runs))
+        if len(self.groups) > 1 or len(rows) != dist.get_world_size(self.groups[0]):
+            got = f"rows of {len(found)} ranks"
+            raise InvalidProblem("rows", got, "those of each rank of one group", "leave it out")
+        if not (is_whole and ascending):
+            expected = f"each of {seqlen} positions on one rank, ascending"
+            raise InvalidProblem("rows", "rows that overlap, are missing or descend", expected, "leave it out")
+        return tuple(map(union, found))
+
+    def _plan(self, mask: Mask, sizes: Sizes, given: tuple[Runs, ...] | None) -> Plan:
         visible = Visible.of(mask, sizes.seqlen)
-        ranks, scheme, reason = self._ranks(visible, sizes)
-        balance, groups = self._divide(visible, sizes.seqlen, ranks.keys_size)
+        ranks, scheme, reason = self._ranks(visible, sizes, given)
+        if given is not None and ranks.keys_size > 1:
+            balance, groups = "given", given
+        else:
+            balance, groups = self._divide(visible, sizes.seqlen, ranks.keys_size)
         visible, needs, fingerprint = read(mask, sizes.seqlen, groups)
         settings = Settings(scheme, balance, self.overlap and ranks.keys_size > 1, reason)
         return Plan(
@@ -88,7 +112,7 @@ class ContextParallel:
             settings,
             ranks.keys_size,
             ranks.heads_size,
-            rows_of(groups, ranks.heads_size),
+            rows_of(groups, ranks.heads_size) if given is None else given,
             needs,
             fingerprint,
             mask,
@@ -97,7 +121,7 @@ class ContextParallel:
             {},
         )
 
-    def _ranks(self, visible: Visible, sizes: Sizes) -> tuple[Ranks, str, str]:
+    def _ranks(self, visible: Visible, sizes: Sizes, given: tuple[Runs, ...] | None) -> tuple[Ranks, str, str]:
         """The groups that exchange keys and heads, the scheme and the reason for it."""
         if len(self.groups) == 2:
             ranks = Ranks.of(*self.groups)
@@ -113,7 +137,7 @@ class ContextParallel:
             return by_heads, "heads", "asked for"
         if sizes.heads_q % count:
             return by_keys, "keys", f"{sizes.heads_q} query heads do not divide over {count} ranks"
-        _, rows = self._divide(visible, sizes.seqlen, count)
+        rows = self._divide(visible, sizes.seqlen, count)[1] if given is None else given
         needs = [run_lists.union(keys for run in runs if (keys := visible.keys(run))) for runs in rows]
         keys = max(size(without(need, runs)) for need, runs in zip(needs, rows)) * sizes.key_bytes
         local = -(-sizes.seqlen // count)

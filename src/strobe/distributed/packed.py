@@ -38,4 +38,9 @@ def remember_offsets(plan: Plan, cu_seqlens: Tensor, documents: Mask) -> None:
 
 
 def _key(cu_seqlens: Tensor) -> tuple:
-    return "offsets", id(cu_seqlens), 0 if cu_seqlens.is_inference() else cu_seqlens._version
+    return "offsets", id(cu_seqlens), version_of(cu_seqlens)
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that changes when the tensor is written to. Inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -77,7 +77,7 @@ class Plan:
 
     # ------------------------------------------------------------ tensors
 
-    @property
+    @cached_property
     def local_rows(self) -> int:
         """The number of rows that this rank holds."""
         return size(self.rows[self.ranks.rank])
@@ -138,6 +138,15 @@ class Plan:
         return found
 
     # ------------------------------------------------------------ what the schemes need
+
+    @cached_property
+    def summary(self) -> str:
+        """What ranks compare: the scheme, the numbers of rows and heads, and a digest of who holds which rows."""
+        s, rows = self.settings, " + ".join(str(size(runs)) for runs in self.rows)
+        order = "own keys first" if s.own_first else "keys at once"
+        held = sha256(repr(self.rows).encode()).hexdigest()[:8]
+        heads = f"{self.sizes.heads_q} and {self.sizes.heads_kv} heads"
+        return f"{s.scheme}, {s.balance}, {order}, {rows} rows ({held}), {heads}"
 
     @cached_property
     def groups(self) -> tuple[Runs, ...]:
