@@ -285,9 +285,10 @@ def simulated(rung: Rung, size: Size, options: Options, mode: str = "pct", seed:
     ):
         access = run.machine.access
 
-        def counted(memory: Any, mask: int, write: bool, actor: Any) -> None:
+        def counted(memory: Any, mask: dict[int, int], write: bool, actor: Any) -> None:
             nonlocal moved
-            moved += mask.bit_count() * memory.granule if memory.space == "global" else 0
+            if memory.space == "global":
+                moved += sum(bits.bit_count() for bits in mask.values()) * memory.granule
             access(memory, mask, write, actor)
 
         run.machine.access = counted

@@ -35,7 +35,6 @@ from .fake import check_apart, check_no_vmap, check_out, copied, schema, writes_
 WHOLE = ("q", "k", "v", "k_new", "v_new")  # kernels read the strides of these; every other tensor must be contiguous
 
 
-
 def decide(call: DecodeCall) -> Choice[DecodeProblem]:
     """The Choice for a call. On a cache miss, it validates the arguments and calls `select`."""
     return decided(call, DecodeProblem.from_call)
