@@ -17,7 +17,19 @@ from strobe.mods.program import Program
 from strobe.mods.score import ScoreMod, alibi, relative_bias
 from strobe.testing.mods import MODS
 
-M, N, B, H = 16, 64, 1, 3
+M, N, B, H = 32, 64, 1, 3
+
+
+GROUPED = (  # indices that are the same for several queries or keys
+    lambda table, h, q, k: table[h, 0, 1],
+    lambda table, h, q, k: table[h, q // 16, k // 8],
+    lambda table, h, q, k: table[h, q // 48, k >> 2],
+    lambda table, h, q, k: table[0, q // 12, k],
+    lambda table, h, q, k: table[h, k // 24, q],
+    lambda table, h, q, k: table[h, (q // 64 + k // 64) % 8, 3],
+    lambda table, h, q, k: table[h, 0, k],
+    lambda table, h, q, k: table[h, 0, q],
+)
 
 
 @triton.jit
@@ -41,8 +53,9 @@ def masked(out, b, h, m_start, aux, MOD: tl.constexpr, M: tl.constexpr, N: tl.co
 
 @triton.jit
 def backward(out, grads, scores, b, h, m_start, aux, MOD: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    q_idx, kv_idx = positions(m_start, M, N)
-    at = tl.arange(0, M)[:, None] * N + kv_idx
+    """Transposed, as the kernels' scores are."""
+    q_idx, kv_idx = m_start + tl.arange(0, M)[None, :], tl.arange(0, N)[:, None]
+    at = tl.arange(0, M)[None, :] * N + kv_idx
     tl.store(out + at, MOD(tl.load(grads + at), tl.load(scores + at), b, h, q_idx, kv_idx, aux) + at * 0.0)
 
 
@@ -53,8 +66,8 @@ def _inputs(m_start, diagonal):
     return {"b": scalar(B), "h": scalar(H), "q": rows, "k": keys, "diagonal": scalar(diagonal)}
 
 
-def check_score(name: str, score: ScoreMod, m_start: int = 56, diagonal: int = 1) -> None:
-    """Rows 56 to 71 stick out of the 64 rows of the named cases, so indices are clamped."""
+def check_score(name: str, score: ScoreMod, m_start: int = 48, diagonal: int = 1) -> None:
+    """Rows 48 to 79 stick out of the 64 rows of the named cases, so indices are clamped."""
     bound = score.bind(True)
     tensors, generator = [t.detach().float() if t.is_floating_point() else t for t in bound.tensors], torch.Generator()
     scores, grads = (torch.randn(M, N, generator=generator.manual_seed(n)) for n in (1, 2))
@@ -104,6 +117,9 @@ def main() -> None:
             check_mask(name, strobe.mask_mod(functions.mask))
     check_score("alibi", alibi(torch.rand(4, requires_grad=True)))
     check_score("relative_bias", relative_bias(torch.rand(4, 9, requires_grad=True)))
+    table = torch.rand(4, 8, 64, requires_grad=True)
+    for n, at in enumerate(GROUPED):
+        check_score(f"grouped {n}", ScoreMod(lambda s, b, h, q, k, at=at: s + at(table, h, q, k)))
     check_mask("built-in", strobe.window(7, 1) | strobe.prefix_causal(3))
     ids = (torch.arange(64)[None] // 9).expand(2, 64).to(torch.int32)
     check_mask("documents", ~strobe.documents(ids) | strobe.key_lengths(torch.tensor([5, 60], dtype=torch.int32)))

@@ -23,6 +23,8 @@ _ARGUMENTS = {"score": "score", "grad": "dscore", "b": "b", "h": "h", "q": "q_id
 _POSITION = Interval(0, 2**31 - 1)
 _TYPES = {FLOAT: "tl.float32", INT: "tl.int32", LONG: "tl.int64", BOOL: "tl.int1"}
 
+MOST_SUMMED = 16  # keys, and queries, whose gradients for one place are summed before an atomic adds them
+
 _UNARY = {
     "neg": "-({0})",
     "abs": "tl.abs({0})",
@@ -94,11 +96,13 @@ def mask_text(text: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def backward_text(text: str, adds: bool = True) -> str:
+def backward_text(text: str, adds: bool = True, keys_aligned: bool = True) -> str:
     """The source of score_mod_bwd for a gradient's program. It adds to captured tensors' gradients by atomics; with
-    adds=False it does not.
+    adds=False it does not. Where it adds, its scores are transposed, [keys, queries], and begin at a multiple of 16
+    queries, and with keys_aligned of 16 keys.
     """
-    return _function("score_mod_bwd", "dscore, score, b, h, q_idx, kv_idx, aux", Program.parse(text), adds)
+    arguments = "dscore, score, b, h, q_idx, kv_idx, aux"
+    return _function("score_mod_bwd", arguments, Program.parse(text), adds, keys_aligned)
 
 
 def aux_of(program: Program, tensors: Sequence[Tensor], numbers: Sequence[float], diagonal: int = 0) -> tuple:
@@ -144,7 +148,7 @@ class _Places:
             at += 1 + scatter.ndim
 
 
-def _function(name: str, arguments: str, program: Program, adds: bool = True) -> str:
+def _function(name: str, arguments: str, program: Program, adds: bool = True, keys_aligned: bool = True) -> str:
     places = _Places(program)
     ranges = node_bounds(program, {one: _POSITION for one in ("b", "h", "q", "k")})
     names: list[str] = []
@@ -156,7 +160,7 @@ def _function(name: str, arguments: str, program: Program, adds: bool = True) ->
         else:
             names.append(f"v{n}")
             lines.append(f"v{n} = {words}")
-    lines += _scatters(program, names, places, ranges) if adds else []
+    lines += _scatters(program, names, places, ranges, keys_aligned) if adds else []
     lines.append(f"return {_result(program, names)}")
     return "\n".join(("@triton.jit", f"def {name}({arguments}):", *(f"    {line}" for line in lines)))
 
@@ -235,17 +239,53 @@ def _address(at: int, indices: list[str], ranges: list[Interval], step: int, siz
     return words
 
 
-def _scatters(program: Program, names: list[str], places: _Places, ranges: list[Interval]) -> list[str]:
-    """Statements that add to gradients. Elements that a query does not see arrive with dscore 0 and add 0."""
+def _scatters(
+    program: Program, names: list[str], places: _Places, ranges: list[Interval], keys_aligned: bool
+) -> list[str]:
+    """Statements that add to gradients. Elements that a query does not see arrive with dscore 0 and add 0.
+
+    Elements that go to one place are summed before: all queries, and 16 keys, where no index depends on them, or as
+    many as have the same indices. Sums of 16 keys stay within a warp.
+    """
     lines: list[str] = []
     results = iter(program.outputs[1:])
-    for scatter, at in zip(program.scatters, places.gradients):
+    tile = "(q_idx * 0 + kv_idx * 0)"
+    for n, (scatter, at) in enumerate(zip(program.scatters, places.gradients)):
         value = names[next(results)]
         indices = [next(results) for _ in range(scatter.ndim)]
-        address = _address(
-            at, [names[i] for i in indices], [ranges[i] for i in indices], 1, places.tensors[scatter.tensor]
+        keys, queries = (
+            min([MOST_SUMMED + 1, *(_constant_over(program, name)[i] for i in indices)]) for name in ("k", "q")
         )
-        tile = f"({address} + (q_idx * 0 + kv_idx * 0))"
-        seen = f"tl.where(dscore == 0, 0.0, {value} + (q_idx * 0 + kv_idx * 0).to(tl.float32))"
-        lines.append(f'tl.atomic_add({tile}, {seen}, sem="relaxed")')
+        words, sum_of = [names[i] for i in indices], f"sum{n}"
+        lines.append(f"{sum_of} = tl.where(dscore == 0, 0.0, {value} + {tile}.to(tl.float32))")
+        group_k = min(keys, MOST_SUMMED) if keys_aligned or keys > MOST_SUMMED else 1
+        group_q = str(queries) if queries <= MOST_SUMMED else f"{sum_of}.shape[1]"
+        if (group_k, group_q) != (1, "1"):
+            shape = f"[{sum_of}.shape[0] // {group_k}, {group_k}, {sum_of}.shape[1] // {group_q}, {group_q}]"
+            for d, i in enumerate(indices):
+                if any(_constant_over(program, name)[i] <= MOST_SUMMED for name in ("k", "q")):
+                    words[d] = f"at{n}_{d}"
+                    lines.append(f"{words[d]} = tl.min(tl.min(tl.reshape({names[i]} + {tile}, {shape}), 3), 1)")
+            lines.append(f"{sum_of} = tl.sum(tl.sum(tl.reshape({sum_of}, {shape}), 3), 1)")
+        address = _address(at, words, [ranges[i] for i in indices], 1, places.tensors[scatter.tensor])
+        lines.append(f'tl.atomic_add({address} + tl.where({sum_of} == 0, 0, 0), {sum_of}, sem="relaxed")')
     return lines
+
+
+@lru_cache(maxsize=64)
+def _constant_over(program: Program, name: str) -> list[int]:
+    """For each node: over how many positions `name` that begin at a multiple of that number it is constant, a power of
+    two up to MOST_SUMMED; more than that where it does not depend on the position.
+    """
+    found: list[int] = []
+    for node in program.nodes:
+        of_args = min([MOST_SUMMED + 1, *(found[arg] for arg in node.args)])
+        if node.op == "input":
+            of_args = 1 if node.value in (name, "score", "grad") else MOST_SUMMED + 1
+        elif node.op in ("floordiv", "shr") and program.nodes[node.args[1]].op == "const":
+            source, by = program.nodes[node.args[0]], program.nodes[node.args[1]].value
+            if (source.op, source.value) == ("input", name) and type(by) is int and by > 0:
+                size = 1 << by if node.op == "shr" else by
+                of_args = min(size & -size, MOST_SUMMED)
+        found.append(of_args)
+    return found

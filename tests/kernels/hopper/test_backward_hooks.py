@@ -373,6 +373,25 @@ def test_attention_runs_forward_and_backward_on_hopper():
         assert float((grad.double() - right).norm() / right.norm()) <= 1.2e-2
 
 
+@pytest.mark.parametrize("documents", (False, True))
+def test_gradient_of_a_bias_by_blocks(documents):
+    """Elements of a block are summed before an atomic adds them; not over keys where documents begin anywhere."""
+    draw = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(1, 150, heads, 64, generator=draw).bfloat16().requires_grad_() for heads in (2, 1, 1)]
+    table, ids = torch.randn(2, 5, 5, generator=draw, requires_grad=True), torch.arange(150) // 70
+    dout = torch.randn(1, 150, 2, 64, generator=draw).bfloat16()
+    mask = strobe.causal() & strobe.documents(ids[None].int()) if documents else strobe.causal()
+    with on(H200) as run:
+        score = lambda s, b, h, q, k: s + table[h, q // 32, k // 32]
+        out = strobe.attention(*tensors, score_mod=score, mask=mask, kernel="hopper")
+        found = torch.autograd.grad(out, [*tensors, table], dout)
+    assert run.reports == [] and "backward_kernel" in run.launches
+    seen = lambda q, k: (q >= k) & ((ids[q] == ids[k]) | (not documents))
+    wanted = dense_gradients(tensors, table, dout, lambda s, table, h, q, k: s + table[h, q // 32, k // 32], seen)
+    for grad, right in zip(found, wanted):
+        assert float((grad.double() - right).norm() / right.norm()) <= 1.2e-2
+
+
 def test_what_the_backward_leaves_to_the_portable_one():
     """Functions and deterministic gradients under key ranges. The table of kernels says why."""
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -403,7 +403,8 @@ class HopperBackward:
         }
         config = BackwardConfig(replace(form, **added))
         if problem.mods is not None:
-            functions, lists = mod_functions(problem.mods)[:3], mask_blocks.sizes_of(problem)
+            functions = mod_functions(problem.mods, not problem.mask.documents)[:3]
+            lists = mask_blocks.sizes_of(problem)
             per_head = lists is not None and lists.heads > 1
             listed = lists is not None and against_lists(config.form, per_head) is None
             config = backward_with_hooks(config, *functions, listed, has_full=listed, per_head=per_head)

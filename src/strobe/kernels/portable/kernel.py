@@ -202,7 +202,11 @@ class PortableBackward:
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
         config = BackwardConfig(*(_traits(problem, tile) for tile in backward_tiles(problem, target)))
-        return config if problem.mods is None else backward_with_mods(config, *mod_functions(problem.mods))
+        return (
+            config
+            if problem.mods is None
+            else backward_with_mods(config, *mod_functions(problem.mods, not problem.mask.documents))
+        )
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem, backward=True)

@@ -57,12 +57,13 @@ class ModFunctions(NamedTuple):
     dq_bwd: Any = None
 
 
-def mod_functions(texts: ModTexts) -> ModFunctions:
+def mod_functions(texts: ModTexts, keys_aligned: bool = True) -> ModFunctions:
+    """A call's functions. keys_aligned: tiles begin at multiples of 16 keys, which they do not with documents."""
     score = mod_function(emit.forward_text(texts.score)) if texts.score else None
     mask = mod_function(emit.mask_text(texts.mask)) if texts.mask else None
     if not texts.gradient:
         return ModFunctions(score, mask)
-    adds, alone = (mod_function(emit.backward_text(texts.gradient, adds)) for adds in (True, False))
+    adds, alone = (mod_function(emit.backward_text(texts.gradient, adds, keys_aligned)) for adds in (True, False))
     return ModFunctions(score, mask, adds, alone)
 
 
