@@ -90,7 +90,8 @@ class ContextParallel:
         every = union(run for runs in found for run in runs)
         is_whole = every == union([(0, seqlen)]) and sum(map(size, found)) == seqlen
         ascending = all(before[1] <= after[0] for runs in found for before, after in pairwise(runs))
-        if len(self.groups) > 1 or len(rows) != dist.get_world_size(self.groups[0]):
+        group, *others = self.groups
+        if others or len(rows) != dist.get_world_size(group):
             got = f"rows of {len(found)} ranks"
             raise InvalidProblem("rows", got, "those of each rank of one group", "leave it out")
         if not (is_whole and ascending):

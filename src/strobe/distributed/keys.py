@@ -29,25 +29,31 @@ Options = tuple  # scale, softcap, deterministic, batch_invariant, kernel: the f
 
 
 class Keys(NamedTuple):
-    """k and v at the positions `held`: one buffer [positions, B, H_kv * D + H_kv * D_v], so that the rows of a run are
-    contiguous and travel without a copy.
+    """k and v at the positions `held`: [positions, B, H_kv * D] and [positions, B, H_kv * D_v].
+
+    If a rank holds its own keys alone, they are views of k and v. Otherwise they are parts of one buffer, whose rows
+    travel without a copy.
     """
 
-    buffer: Tensor
+    k: Tensor
+    v: Tensor
     held: Runs
     heads: int
-    width: int  # H_kv * D
+    buffer: Tensor | None
 
     @staticmethod
     def empty(k: Tensor, v: Tensor, plan: Plan) -> Keys:
         """Room for the keys that the plan lets this rank hold."""
         batch, _, heads, head_dim = k.shape
         buffer = k.new_empty((size(plan.held), batch, heads * (head_dim + v.shape[3])))
-        return Keys(buffer, plan.held, heads, heads * head_dim)
+        width = heads * head_dim
+        return Keys(buffer[..., :width], buffer[..., width:], plan.held, heads, buffer)
 
     @staticmethod
     def of(k: Tensor, v: Tensor, plan: Plan) -> Keys:
         """The keys that the plan lets this rank hold. Only its own are filled in."""
+        if plan.held == plan.own_rows:
+            return Keys(k.transpose(0, 1).flatten(2), v.transpose(0, 1).flatten(2), plan.held, k.shape[2], None)
         keys, begin = Keys.empty(k, v, plan), 0
         for run in plan.own_rows:
             own = slice(begin, begin + run[1] - run[0])
@@ -57,15 +63,15 @@ class Keys(NamedTuple):
         return keys
 
     def rows(self, keys: Run) -> Tensor:
-        """The buffer at these positions, which must all be held: a contiguous view."""
-        begin = offset(self.held, keys[0])
-        return self.buffer[begin : begin + keys[1] - keys[0]]
+        """k and v of these positions, which must all be held, beside each other: contiguous, a view where it can be."""
+        if self.buffer is None:
+            return torch.cat([_slice(part, self.held, keys) for part in (self.k, self.v)], -1)
+        return _slice(self.buffer, self.held, keys)
 
     def at(self, keys: Run) -> tuple[Tensor, Tensor]:
-        """k [B, positions, H_kv, D] and v at these positions, which must all be held: views of the buffer."""
-        rows = self.rows(keys).transpose(0, 1)
-        k, v = rows[..., : self.width], rows[..., self.width :]
-        return k.unflatten(2, (self.heads, -1)), v.unflatten(2, (self.heads, -1))
+        """k [B, positions, H_kv, D] and v at these positions, which must all be held: views."""
+        k, v = (_slice(part, self.held, keys).transpose(0, 1).unflatten(2, (self.heads, -1)) for part in self[:2])
+        return k, v
 
     def exchange(self, plan: Plan) -> Transfer:
         """Send own keys to the ranks that need them, and receive those of others in place."""
@@ -73,6 +79,11 @@ class Keys(NamedTuple):
             [(rank, self.rows(run)) for rank, runs in enumerate(side) for run in runs] for side in plan.links
         )
         return Transfer(given, taken, plan.ranks.keys)
+
+
+def _slice(rows: Tensor, held: Runs, keys: Run) -> Tensor:
+    begin = offset(held, keys[0])
+    return rows[begin : begin + keys[1] - keys[0]]
 
 
 class AttendKeys(torch.autograd.Function):
@@ -176,8 +187,7 @@ class Rows:
         is_one = pieces.is_one(self.plan.own_rows)
         allocate = torch.empty if pieces.rows_once and pieces.are_all_rows(self.plan.own_rows) else torch.zeros
         dq = allocate((0,) if is_one else q.shape, dtype=dtype, device=q.device)
-        k, v = self.keys.buffer[:, :, : self.keys.width], self.keys.buffer[:, :, self.keys.width :]
-        gradients = KeyGradients(self.plan, self.keys.heads, (k, v))
+        gradients = KeyGradients(self.plan, self.keys.heads, (self.keys.k, self.keys.v))
         dsinks: list[Tensor] = []
         for piece in self._arriving():
             rows, call = self._place(piece), self.backward_call(piece)

@@ -30,7 +30,9 @@ MOST_THREADS = 4  # of a rank that compile at the same time
 
 
 class Kernels(NamedTuple):
-    """What distinguishes compiled kernels: their names and configs, and the parts of a problem that they depend on."""
+    """What distinguishes compiled kernels: their names and configs, and the parts of a problem that they depend on.
+    Triton compiles integer arguments that are 1 or multiples of 16 apart from others.
+    """
 
     names: tuple[str, ...]
     constants: str
@@ -40,7 +42,8 @@ class Kernels(NamedTuple):
         choice = select(problem, target)
         plans = [plan for plan in (choice.forward, choice.backward) if plan is not None]
         p, layout = problem, problem.layout
-        sizes = [rows % 16 == 0 for rows in layout.tokens]
+        numbers = *layout[1:], p.left, p.right, *(stride for strides in p.strides for stride in strides)
+        sizes = [None if number is None else 1 if number == 1 else number % 16 == 0 for number in numbers]
         constants = [p.mask, p.sinks, p.softcap > 0, p.dtype, p.out_dtype, p.head_dim, p.head_dim_v, p.group, sizes]
         return Kernels(tuple(plan.kernel.name for plan in plans), repr([*constants, *[plan.config for plan in plans]]))
 
