@@ -272,6 +272,21 @@ def _scatters(
     return lines
 
 
+@lru_cache(maxsize=256)
+def loads_by_key(text: str) -> int:
+    """How many values a function loads for each key, or each few keys.
+
+    >>> import torch
+    >>> from .score import ScoreMod
+    >>> rows, table = torch.zeros(64), torch.zeros(64, 1)
+    >>> loads_by_key(ScoreMod(lambda s, b, h, q, k: s + rows[q] + rows[k] + table[q, k // 64]).bind(False).text)
+    1
+    """
+    program = Program.parse(text)
+    over = _constant_over(program, "k")
+    return sum(node.op == "load" and over[n] < MOST_SUMMED for n, node in enumerate(program.nodes))
+
+
 @lru_cache(maxsize=64)
 def _constant_over(program: Program, name: str) -> list[int]:
     """For each node: over how many positions `name` that begin at a multiple of that number it is constant, a power of

@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 import strobe
 from strobe.kernels.device.dialect import gl, gluon
 from strobe.kernels.hopper import kernel as hopper
+from strobe.kernels.hopper.backward_with_hooks import backward_with_hooks
 from strobe.kernels.hopper.launch_backward import BackwardHooks, QueryBlockLists, run_backward
 from strobe.kernels.protocol import Backward, Plan
 from strobe.kernels.runtime.workspace import allocate
@@ -223,7 +224,8 @@ def launched(call: Call, mods: Gradients, target: Target, dout: Tensor, blocks: 
     lists = None if blocks is None else blocks.lists
     per_head = lists is not None and lists.q_num_blocks.shape[1] > 1
     listed = lists is not None, lists is not None and lists.full_q_indices is not None, per_head
-    config = hopper.backward_with_hooks(config, mods.score_mod, mods.mask_mod, mods.bwd, *listed)
+    form = backward_with_hooks(config.form, mods.score_mod, mods.mask_mod, mods.bwd, *listed)
+    config = hopper.BackwardConfig(form)
     buffers = hopper.BACKWARD.workspace(problem, config)
     plan = Plan(hopper.BACKWARD, problem, target, config, buffers).changed()
     workspace = allocate(buffers, call.q.device)
@@ -326,9 +328,8 @@ def test_what_has_no_lists():
     ):
         call = _case("none", 130, 260, **options).build("cpu", torch.bfloat16, kernel="hopper")
         with pytest.raises(ValueError, match=why):
-            hopper.backward_with_hooks(
-                hopper.BACKWARD.config(Problem.from_call(call), H200), listed=True, per_head=True
-            )
+            form = hopper.BACKWARD.config(Problem.from_call(call), H200).form
+            backward_with_hooks(form, listed=True, per_head=True)
 
 
 def test_functions_change_every_gradient():

@@ -60,3 +60,22 @@ def test_attention_runs_it_by_itself(name):
     assert run.reports == [] and run.launches == ["forward_kernel"]
     exact, size = (dense(q, k, values, functions)[0] for values in (v, v.abs()))
     assert ((out.double() - exact).abs() <= 2**-6 * size + 1e-4).all()
+
+
+def test_functions_that_load_for_each_key_have_tiles_of_64_keys():
+    ids, table, rows = torch.zeros(2048, dtype=torch.int32), torch.zeros(32, 32), torch.zeros(2048)
+    documents, double = (
+        strobe.mask_mod(lambda b, h, q, k, n=n: sum(ids[q] == ids[(k + i).clamp(max=2047)] for i in range(n)) > 0)
+        for n in (1, 2)
+    )
+    for seqlen, options, keys in (
+        (1024, {"mask": documents}, 64),
+        (2048, {"mask": documents}, 128),  # with block lists
+        (2048, {"mask": double}, 64),
+        (1024, {"score_mod": lambda s, b, h, q, k: s + table[q // 64, k // 64] + rows[q]}, 128),
+        (1024, {"score_mod": lambda s, b, h, q, k: s + rows[k]}, 64),
+    ):
+        q = torch.zeros(1, seqlen, 2, 128, dtype=torch.bfloat16)
+        with on(H200):
+            config = strobe.explain(q, q, q, kernel="hopper", **options).forward.config
+        assert (config.form.block_n, config.form.has_block_lists) == (keys, seqlen == 2048)

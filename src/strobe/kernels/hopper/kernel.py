@@ -26,7 +26,7 @@ from ..protocol import (
 )
 from ..runtime import batch_invariant
 from ..runtime.hook_constants import ListedBlocks
-from ..runtime.mod_function import against_texts, mod_aux, mod_functions
+from ..runtime.mod_function import against_texts, loads_by_key, mod_aux, mod_functions
 from ..runtime.tma_requirements import (
     against_call,
     against_memory,
@@ -36,6 +36,7 @@ from ..runtime.tma_requirements import (
     qheads_per_tile,
     query_tiles,
 )
+from .backward_with_hooks import against_lists, backward_with_hooks
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, invariant_config
 from .traits import ROWS, BackwardTileConfig, BackwardTraits, ForwardTraits, Tuning
@@ -142,6 +143,16 @@ LISTED = {
 }
 
 
+def with_64_keys(form: ForwardTraits) -> ForwardTraits:
+    """Traits of tiles of 64 keys, for functions that load values for each key, which take registers.
+
+    Bytes spilled in tiles of 128 and of 64 keys (d128): documents 548, 0; those of strobe.testing.mods 968, 328;
+    mla_rope 1,872, 212. With block lists, which skip mask_mod in full blocks: documents 0, 0; 704, 40.
+    """
+    tuning = CAPPED.get((form.block_d, form.block_dv), form.tuning)
+    return replace(form, tuning=replace(tuning, pack_gqa=form.tuning.pack_gqa))
+
+
 LISTED_BLOCK = (128, 128)  # queries and keys of the forward's listed blocks
 
 
@@ -225,6 +236,8 @@ class HopperForward:
         if problem.mods is not None:
             functions, lists = mod_functions(problem.mods), mask_blocks.sizes_of(problem)
             size, per_head = (None, False) if lists is None else (LISTED_BLOCK, lists.heads > 1)
+            if loads_by_key(problem.mods) > (0 if lists is None else 1):
+                form = with_64_keys(form)
             form = with_hooks(form, functions.score_mod, functions.mask_mod, size, lists is not None, per_head)
         return ForwardConfig(form)
 
@@ -312,49 +325,6 @@ FINE = 2.0**100  # lse may be divided by scales from 1 / FINE to FINE
 STORED_KEYS = {(64, 64): 1200, (96, 96): 1200, (128, 128): 1200}  # keys per row on average
 
 
-def backward_with_hooks(
-    config: BackwardConfig,
-    score_mod: Any = None,
-    mask_mod: Any = None,
-    score_mod_bwd: Any = None,
-    listed: bool = False,
-    has_full: bool = False,
-    per_head: bool = False,
-) -> BackwardConfig:
-    """The config of a backward that calls functions on its scores (device.backward_hooks), or visits lists of blocks.
-
-    listed: block lists of (block_m, block_n), with or without full blocks. per_head: the lists have a head dimension
-    above 1, so that programs do not share heads. Raises ValueError for calls that have none.
-
-    score_mod_bwd may be None if score_mod adds a term that does not depend on the score, and nothing that it reads gets
-    a gradient. The accumulator of S cannot begin at -LSE where score_mod changes what S is worth.
-    """
-    hooks = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
-    form = replace(config.form, lse_folded=config.form.lse_folded and score_mod is None, **hooks)
-    if listed:
-        if reason := against_lists(form, per_head):
-            raise ValueError(f"block lists of the Hopper backward: {reason}")
-        form = replace(
-            form,
-            block_lists=ListedBlocks(form.block_m, form.block_n, has_full),
-            group_splits=form.group if per_head else form.group_splits,
-            dq_first_writer_stores=False,  # these count on tiles of keys that come in order
-            dq_written_directly=False,
-        )
-    return BackwardConfig(form)
-
-
-def against_lists(form: BackwardTraits, per_head: bool) -> str | None:
-    """Why a backward visits no lists of blocks, or None."""
-    if form.packed or form.key_ranges:
-        return "packed sequences, documents, prefixes and key lengths have none"
-    if form.deterministic:
-        return "deterministic gradients count on tiles of keys in order"
-    if per_head and form.group > 1 and form.block_d != form.block_dv:
-        return f"heads of {form.block_d}/{form.block_dv} columns that share a key head have one list"
-    return None
-
-
 class HopperBackward:
     name = "hopper.backward"
 
@@ -407,7 +377,8 @@ class HopperBackward:
             lists = mask_blocks.sizes_of(problem)
             per_head = lists is not None and lists.heads > 1
             listed = lists is not None and against_lists(config.form, per_head) is None
-            config = backward_with_hooks(config, *functions, listed, has_full=listed, per_head=per_head)
+            form = backward_with_hooks(config.form, *functions, listed, has_full=listed, per_head=per_head)
+            config = BackwardConfig(form)
         return config
 
     def cost(self, problem: Problem) -> Cost:

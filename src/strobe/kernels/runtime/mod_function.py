@@ -67,6 +67,11 @@ def mod_functions(texts: ModTexts, keys_aligned: bool = True) -> ModFunctions:
     return ModFunctions(score, mask, adds, alone)
 
 
+def loads_by_key(texts: ModTexts) -> int:
+    """How many values score_mod and mask_mod load for each key."""
+    return sum(emit.loads_by_key(text) for text in (texts.score, texts.mask) if text)
+
+
 def mod_aux(problem: Problem, call: Call) -> tuple[tuple, tuple, tuple]:
     """What score_mod, mask_mod and score_mod_bwd read in this call."""
     mods = call.mods

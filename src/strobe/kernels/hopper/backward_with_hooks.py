@@ -1,0 +1,52 @@
+"""What the backward's traits become with functions of scores and lists of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..runtime.hook_constants import ListedBlocks
+from .traits import BackwardTraits
+
+
+def backward_with_hooks(
+    form: BackwardTraits,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    score_mod_bwd: Any = None,
+    listed: bool = False,
+    has_full: bool = False,
+    per_head: bool = False,
+) -> BackwardTraits:
+    """Traits of a backward that calls functions on its scores (device.backward_hooks), or visits lists of blocks.
+
+    listed: block lists of (block_m, block_n), with or without full blocks. per_head: the lists have a head dimension
+    above 1, so that programs do not share heads. Raises ValueError for calls that have none.
+
+    score_mod_bwd may be None if score_mod adds a term that does not depend on the score, and nothing that it reads gets
+    a gradient. The accumulator of S cannot begin at -LSE where score_mod changes what S is worth.
+    """
+    hooks = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
+    form = replace(form, lse_folded=form.lse_folded and score_mod is None, **hooks)
+    if listed:
+        if reason := against_lists(form, per_head):
+            raise ValueError(f"block lists of the Hopper backward: {reason}")
+        form = replace(
+            form,
+            block_lists=ListedBlocks(form.block_m, form.block_n, has_full),
+            group_splits=form.group if per_head else form.group_splits,
+            dq_first_writer_stores=False,  # these count on tiles of keys that come in order
+            dq_written_directly=False,
+        )
+    return form
+
+
+def against_lists(form: BackwardTraits, per_head: bool) -> str | None:
+    """Why a backward visits no lists of blocks, or None."""
+    if form.packed or form.key_ranges:
+        return "packed sequences, documents, prefixes and key lengths have none"
+    if form.deterministic:
+        return "deterministic gradients count on tiles of keys in order"
+    if per_head and form.group > 1 and form.block_d != form.block_dv:
+        return f"heads of {form.block_d}/{form.block_dv} columns that share a key head have one list"
+    return None
