@@ -277,15 +277,26 @@ def _recomputed(found: Found) -> None:
     tensors = [t.float() for t in divided.inputs(SEQLEN, 3, 4)]
     for scheme in ("keys", "heads"):
         plan = context_parallel(scheme=scheme).plan(strobe.causal(), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
-        local = [plan.shard(t).requires_grad_() for t in tensors[:3]]
-        call = partial(strobe.attention, context_parallel=plan)
-        expected = torch.autograd.grad(call(*local).sum(), local)
-        again = torch.autograd.grad(checkpoint(call, *local, use_reentrant=False).sum(), local)
-        compiled = torch.autograd.grad(torch.compile(call, backend="eager")(*local).sum(), local)
-        found[f"checkpointed: {scheme}"] = all(map(torch.equal, expected, again))
-        found[f"compiled: {scheme}"] = all(map(torch.equal, expected, compiled))
+        local = [*(plan.shard(t).requires_grad_() for t in tensors[:3]), tensors[3].clone().requires_grad_()]
+        for name, options in {"plan": {}, "window": {"causal": True, "window": (5, None)}}.items():
+            call = lambda q, k, v, sinks, plan=plan, options=options: strobe.attention(
+                q * 1.5, k, v, sinks=sinks, context_parallel=plan, **options
+            )
+            expected = torch.autograd.grad(call(*local).square().sum(), local)
+            again = torch.autograd.grad(checkpoint(call, *local, use_reentrant=False).square().sum(), local)
+            found[f"checkpointed: {scheme}, {name}"] = all(map(torch.equal, expected, again))
+            compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+            found[f"compiled: {scheme}, {name}, out"] = torch.equal(compiled(*local), call(*local))
+            again = torch.autograd.grad(compiled(*local).square().sum(), local)
+            found[f"compiled: {scheme}, {name}"] = all(map(torch.equal, expected, again))
+        with torch.no_grad():
+            mask = strobe.key_lengths(torch.tensor([SEQLEN, 5], dtype=torch.int32))
+            broken = torch.compile(partial(strobe.attention, mask=mask, context_parallel=plan), backend="eager")
+            whole = strobe.attention(*local[:3], mask=mask, context_parallel=plan)
+            found[f"compiled: {scheme}, a mask of tensors"] = torch.equal(broken(*local[:3]), whole)
         with torch.autocast("cpu", torch.bfloat16):
             found[f"autocast: {scheme}"] = call(*local).dtype == torch.bfloat16
+            found[f"autocast: {scheme}, compiled"] = compiled(*local).dtype == torch.bfloat16
 
 
 def _subgroup(found: Found) -> None:

@@ -32,12 +32,16 @@ def attend(call: Call, plan: object, band: tuple[int, int], mask: Mask | None, o
     left, right = (None if bound == NO_BOUND else bound for bound in band)
     whole = Mask(left, right)
     asked = mask is not None or any(whole.structure)
-    attend_here = attend_plan
-    if torch.compiler.is_compiling():  # a graph break; the decorator would import torch's compiler, which loads Triton
-        from .uncompiled import attend_uncompiled
+    mask = (whole if mask is None else whole & mask) if asked else None
+    if not torch.compiler.is_compiling():
+        return attend_plan(call, plan, mask)
+    if mask is None or not any(mask.structure[2:]):
+        from .compiled import attend_compiled
 
-        attend_here = cast("Callable[[Call, Plan, Mask | None], Tensor]", attend_uncompiled)
-    return attend_here(call, plan, (whole if mask is None else whole & mask) if asked else None)
+        return attend_compiled(call, plan, mask)
+    from .uncompiled import attend_uncompiled  # here, since the decorator imports torch's compiler, which loads Triton
+
+    return cast("Callable[[Call, Plan, Mask | None], Tensor]", attend_uncompiled)(call, plan, mask)
 
 
 def attend_packed(

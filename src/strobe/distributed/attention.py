@@ -20,14 +20,10 @@ def attend_plan(call: Call, plan: Plan, mask: Mask | None) -> Tensor:
     if mask is not None:
         plan = plan.for_mask(mask)
     call = in_autocasts_dtype(call)
-    _agree(call, plan)
-    if plan.keys_size > 1 and call.batch_invariant:
-        raise UnsupportedProblem("batch_invariant with an exchange of keys: use context_parallel(scheme='heads')")
+    agree(call, plan)
     q, k, v, sinks = *call[:3], call.sinks
     if plan.heads_size > 1:
-        heads = q.shape[2] // plan.heads_size
-        begin = plan.ranks.heads_rank * heads
-        sinks = sinks if sinks is None else sinks[begin : begin + heads]
+        sinks = sinks if sinks is None else sinks[own_heads(plan, q.shape[2])]
         q, k, v = EnterHeads.apply(plan, q, k, v)
     if plan.keys_size > 1:
         out = AttendKeys.apply(plan, call[5:10], q, k, v, sinks)
@@ -36,7 +32,13 @@ def attend_plan(call: Call, plan: Plan, mask: Mask | None) -> Tensor:
     return LeaveHeads.apply(plan, out) if plan.heads_size > 1 else out
 
 
-def _agree(call: Call, plan: Plan) -> None:
+def own_heads(plan: Plan, heads_q: int) -> slice:
+    """The query heads that this rank computes."""
+    heads = heads_q // plan.heads_size
+    return slice(plan.ranks.heads_rank * heads, (plan.ranks.heads_rank + 1) * heads)
+
+
+def agree(call: Call, plan: Plan) -> None:
     """Raise on every rank if a rank's call is invalid, or differs from those of others.
 
     On a CPU in every call. On a GPU comparing waits for the device, so only the first call with these sizes compares.
@@ -58,6 +60,8 @@ def _agree(call: Call, plan: Plan) -> None:
             raise
     if error is not None:
         raise error
+    if plan.keys_size > 1 and call.batch_invariant:
+        raise UnsupportedProblem("batch_invariant with an exchange of keys: use context_parallel(scheme='heads')")
     plan.prepared[key] = True
 
 

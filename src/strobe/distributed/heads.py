@@ -7,6 +7,7 @@ attention reads it in place. Source: DeepSpeed Ulysses (arXiv 2309.14509).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -43,14 +44,6 @@ class Share(NamedTuple):
         return len(self.key_heads) // self.ranks
 
 
-class Widths(NamedTuple):
-    """Features per row of q, k and v in a buffer."""
-
-    q: int
-    k: int
-    v: int
-
-
 class Order(NamedTuple):
     """How rows of [B, rows of all ranks] lie in a buffer that the ranks have filled one after another."""
 
@@ -75,53 +68,72 @@ class Order(NamedTuple):
 
 
 class EnterHeads(torch.autograd.Function):
-    """q, k, v [B, local rows, all heads, D] to [B, rows of all ranks, heads of this rank, D]."""
+    """`enter` with its gradient."""
 
     @staticmethod
     def forward(ctx, plan: Plan, q: Tensor, k: Tensor, v: Tensor):
-        share = Share.of(q.shape[2], k.shape[2], plan.heads_size)
-        order = Order.of(plan, q.shape[0], q.device)
-        ctx.plan, ctx.share, ctx.order, ctx.shapes = plan, share, order, (q.shape, k.shape, v.shape)
-        index = _head_index(plan, share, q.device)
-        k, v = (t if len(share.key_heads) == t.shape[2] else t.index_select(2, index) for t in (k, v))
-        send = torch.cat([_by_rank(t, share.ranks) for t in (q, k, v)], -1)
-        got = _exchange_out(send, plan, order)
-        ctx.widths = widths = Widths(*(t.shape[2] // share.ranks * t.shape[3] for t in (q, k, v)))
-        parts = _rows(got, order.from_buffer, q.shape[0]).split(widths, -1)
-        return tuple(part.unflatten(-1, (-1, t.shape[3])) for part, t in zip(parts, (q, k, v)))
+        ctx.plan, ctx.shapes = plan, (q.shape, k.shape, v.shape)
+        return enter(plan, q, k, v)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        plan, share, order = ctx.plan, ctx.share, ctx.order
-        rows = torch.cat([g.flatten(2) for g in gradients], -1).flatten(0, 1)
-        got = _exchange_back(rows if order.to_buffer is None else rows[order.to_buffer], plan, order)
-        found = []
-        for part, shape in zip(got.split(ctx.widths, -1), ctx.shapes):
-            heads = part.unflatten(-1, (-1, shape[3])).unflatten(1, shape[:2])  # [ranks, B, rows, heads of a rank, D]
-            whole = heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
-            found.append(whole if whole.shape[2] == shape[2] else _summed(whole, share, shape[2]))
-        return None, *found
+        return None, *enter_gradients(ctx.plan, ctx.shapes, gradients)
 
 
 class LeaveHeads(torch.autograd.Function):
-    """out [B, rows of all ranks, heads of this rank, D_v] to [B, local rows, all heads, D_v]."""
+    """`leave` with its gradient."""
 
     @staticmethod
     def forward(ctx, plan: Plan, out: Tensor):
-        order = Order.of(plan, out.shape[0], out.device)
-        ctx.plan, ctx.order, ctx.head_dim = plan, order, out.shape[3]
-        rows = out.flatten(2).flatten(0, 1)
-        got = _exchange_back(rows if order.to_buffer is None else rows[order.to_buffer], plan, order)
-        heads = got.unflatten(-1, (-1, out.shape[3])).unflatten(1, (out.shape[0], plan.local_rows))
-        return heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        ctx.plan = plan
+        return leave(plan, out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        plan, order = ctx.plan, ctx.order
-        got = _exchange_out(_by_rank(gradient, plan.heads_size), plan, order)
-        return None, _rows(got, order.from_buffer, gradient.shape[0]).unflatten(-1, (-1, ctx.head_dim))
+        return None, leave_gradient(ctx.plan, gradient)
+
+
+def enter(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """q, k, v [B, local rows, all heads, D] as [B, rows of all ranks, heads of this rank, D]: views of one buffer."""
+    share, order = Share.of(q.shape[2], k.shape[2], plan.heads_size), Order.of(plan, q.shape[0], q.device)
+    index = _head_index(plan, share, q.device)
+    k, v = (t if len(share.key_heads) == t.shape[2] else t.index_select(2, index) for t in (k, v))
+    got = _exchange_out(torch.cat([_by_rank(t, share.ranks) for t in (q, k, v)], -1), plan, order)
+    widths = [t.shape[2] // share.ranks * t.shape[3] for t in (q, k, v)]
+    parts = _rows(got, order.from_buffer, q.shape[0]).split(widths, -1)
+    return tuple(part.unflatten(-1, (-1, t.shape[3])) for part, t in zip(parts, (q, k, v)))
+
+
+def enter_gradients(plan: Plan, shapes: Sequence[torch.Size], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of q, k and v of these shapes, from those of what `enter` returned."""
+    batch = shapes[0][0]
+    share, order = Share.of(shapes[0][2], shapes[1][2], plan.heads_size), Order.of(plan, batch, gradients[0].device)
+    rows = torch.cat([g.flatten(2) for g in gradients], -1).flatten(0, 1)
+    got = _exchange_back(rows if order.to_buffer is None else rows[order.to_buffer], plan, order)
+    found = []
+    for part, shape in zip(got.split([g.shape[2] * g.shape[3] for g in gradients], -1), shapes):
+        heads = part.unflatten(-1, (-1, shape[3])).unflatten(1, shape[:2])  # [ranks, B, rows, heads of a rank, D]
+        whole = heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        found.append(whole if whole.shape[2] == shape[2] else _summed(whole, share, shape[2]))
+    return found
+
+
+def leave(plan: Plan, out: Tensor) -> Tensor:
+    """out [B, rows of all ranks, heads of this rank, D_v] as [B, local rows, all heads, D_v]."""
+    order = Order.of(plan, out.shape[0], out.device)
+    rows = out.flatten(2).flatten(0, 1)
+    got = _exchange_back(rows if order.to_buffer is None else rows[order.to_buffer], plan, order)
+    heads = got.unflatten(-1, (-1, out.shape[3])).unflatten(1, (out.shape[0], plan.local_rows))
+    return heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def leave_gradient(plan: Plan, gradient: Tensor) -> Tensor:
+    """The gradient of what `leave` took."""
+    order = Order.of(plan, gradient.shape[0], gradient.device)
+    got = _exchange_out(_by_rank(gradient, plan.heads_size), plan, order)
+    return _rows(got, order.from_buffer, gradient.shape[0]).unflatten(-1, (-1, gradient.shape[3]))
 
 
 def _by_rank(tensor: Tensor, ranks: int) -> Tensor:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,10 @@ from .visible import Visible, imbalance
 LINK, PEAK = 350e9, 700e12  # bytes/s of NVLink and FLOP/s of a forward on one H200, for `explain`
 MOST_PREPARED = 256  # masks, index tensors and agreements that a plan keeps
 WIDTH = 64  # characters of the picture in `explain`
+
+
+NUMBERS = count(1)
+PLANS: WeakValueDictionary[int, Plan] = WeakValueDictionary()  # by number: ops of compiled functions take no objects
 
 
 class Sizes(NamedTuple):
@@ -74,6 +80,11 @@ class Plan:
     visible: Visible = field(compare=False, repr=False)
     ranks: Ranks = field(compare=False, repr=False)
     prepared: dict[Any, Any] = field(compare=False, repr=False)  # masks, index tensors and calls, shared by `for_mask`
+
+    number: int = field(compare=False, repr=False, default_factory=lambda: next(NUMBERS))  # in this process
+
+    def __post_init__(self) -> None:
+        PLANS[self.number] = self
 
     # ------------------------------------------------------------ tensors
 
@@ -131,7 +142,8 @@ class Plan:
         found = self.prepared.get(key)
         if found is None:
             visible, needs, fingerprint = read(mask, self.sizes.seqlen, self.groups)
-            found = replace(self, mask=mask, visible=visible, needs=needs, fingerprint=fingerprint, prepared={})
+            read_of = {"mask": mask, "visible": visible, "needs": needs, "fingerprint": fingerprint}
+            found = replace(self, **read_of, prepared={}, number=next(NUMBERS))
             if len(self.prepared) >= MOST_PREPARED:
                 self.prepared.clear()
             self.prepared[key] = found

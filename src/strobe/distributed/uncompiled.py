@@ -1,4 +1,4 @@
-"""Context-parallel attention inside a compiled function: it runs uncompiled, between two graphs."""
+"""Context-parallel attention with a mask of tensors inside a compiled function: it runs between two graphs."""
 
 import torch
 
