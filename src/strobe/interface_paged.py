@@ -137,7 +137,8 @@ def _call(
     left, right = band(causal, window)
     scale, cap, _, batch_invariant, name = options_of(scale, softcap, False, batch_invariant, kernel)
     k, v, seqlens, page_table, k_start, k_scale, v_scale = held
+    promised = as_length("max_seqlen_q", max_seqlen_q)
     return PagedCall(
-        q, k, v, seqlens, as_int32(cu_seqlens_q), page_table, k_start, k_scale, v_scale, sinks,
-        as_length("max_seqlen_q", max_seqlen_q), left, right, scale, cap, batch_invariant, name,
+        q, k, v, seqlens, as_int32(cu_seqlens_q), page_table, k_start, k_scale, v_scale, sinks, promised,
+        left, right, scale, cap, batch_invariant, name,
     )  # fmt: skip

@@ -272,6 +272,10 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "d256 a cluster, softcap": lambda: _decode(256, 16, keys=1024, softcap=20.0),
     "d128 long rows, 4 tokens": lambda: _decode(128, tokens=4, keys=8192, heads=(1024, 256)),
     "d128 float8, a cluster": lambda: _decode(128, cache_dtype=FP8, keys=1024),
+    "paged d128 one token": lambda: _paged(128, tokens=4, promised=1, left=100),
+    "paged d128 16 tokens, sinks": lambda: _paged(128, tokens=20, promised=16, sinks=torch.zeros(32)),
+    "paged d64 float8, 4 tokens": lambda: _paged(64, tokens=9, promised=4, cache_dtype=FP8),
+    "paged d256 rows, 16 tokens": lambda: _paged(256, 0, tokens=20, promised=16),
 }
 
 

@@ -170,7 +170,7 @@ def invariant_kernel(tensors, cu_seqlens, errors, strides, shape, window, softma
         q = tensors.q + q_start.to(gl.int64) * strides.q.row
         out = tensors.out + q_start.to(gl.int64) * strides.out.row
         outputs = DecodeOutputs(out, tensors.lse + q_start, tensors.sinks)
-        tile = TileRows(work.batch, work.head, work.block, tokens, shape.heads_kv, shape.seqlen_q)
+        tile = TileRows(work.batch, work.head, work.block, tokens, shape.heads_kv, shape.seqlen_q, 0)
         cache = KeyCache(tensors.k, tensors.v, strides, None, work.batch, work.head, work.keys.start)
         seen = keys_of_tile(work.block, num_keys, tokens, window, traits)
         smem = allocate_smem(tensors.k.dtype.element_ty, traits)

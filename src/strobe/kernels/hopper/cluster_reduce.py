@@ -11,7 +11,7 @@ the log-sum-exps [splits, rows].
 from ..device.cluster import await_inbox, cluster_wait, received, send
 from ..device.dialect import gl, gluon
 from ..device.split_kv import add_sink, combined_factor
-from .decode_store import lse_offsets
+from .decode_store import lse_offsets, token_exists
 
 
 @gluon.jit
@@ -55,7 +55,7 @@ def write_columns(outputs, o, lse_log2, tile, split, strides, traits: gl.constex
     element = gl.arange(0, PART * ROWS, o.type.layout)
     row, column = tile.block * traits.block_m + element % ROWS, split * PART + element // ROWS
     token, head_q = row // traits.group, tile.head * traits.group + row % traits.group
-    exists = (token < tile.tokens) & (element % ROWS < traits.partial_rows)
+    exists = token_exists(token, tile, traits) & (element % ROWS < traits.partial_rows)
     sink = lse_log2
     if traits.sinks:
         sink = gl.load(outputs.sinks + head_q, mask=exists, other=0.0)

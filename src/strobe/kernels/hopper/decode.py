@@ -41,6 +41,7 @@ from ..device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ..device.seqlen import offset_at
 from ..device.softmax import SoftmaxState, apply_softcap
 from ..device.split_kv import KeyRange, combined_factor, keys_of_tile, sequence_keys, visible_keys
 from ..runtime.error_flags import PAGES as _PAGES
@@ -49,6 +50,7 @@ from .decode_arguments import (
     DecodeOutputs,
     DecodeSmem,
     KeyCache,
+    PackedRows,
     PageTable,
     PrefetchedPages,
     SplitTile,
@@ -249,7 +251,14 @@ def decode_kernel(tensors, scales, partials, errors, strides, shape, window, sof
     if not traits.left:
         pages = prefetch_pages(table, start, traits)
     first_key, num_keys = sequence_keys(tensors.seqlens, tensors.k_start, tile.batch, shape.capacity, errors, traits)
+    packed = PackedRows(0, 0, num_keys)
+    if traits.ragged:
+        packed = packed_rows(tensors.cu_seqlens_q, tile, num_keys, shape, traits)
+    num_keys = packed.num_keys
     seen = keys_of_tile(tile.block, num_keys, shape.seqlen_q, window, traits)
+    if traits.ragged and traits.left:  # keys before the first token's window may have been freed
+        first_seen = num_keys - shape.seqlen_q + packed.first_token - window.left
+        seen = KeyRange(gl.maximum(seen.start, first_seen), seen.stop)
     if traits.left:
         if traits.cluster:
             start += seen.start // traits.block_n * traits.block_n
@@ -261,23 +270,50 @@ def decode_kernel(tensors, scales, partials, errors, strides, shape, window, sof
         stop = gl.minimum(tile.split * shape.split_size + shape.split_size, stop)
     if (tile.split >= splits.start) & (tile.split < splits.stop):
         cache = KeyCache(tensors.k, tensors.v, strides, table, tile.batch, tile.head, first_key)
-        rows = TileRows(tile.batch, tile.head, tile.block, shape.seqlen_q, shape.heads_kv, shape.seqlen_q)
+        rows = TileRows(tile.batch, tile.head, tile.block, shape.seqlen_q, shape.heads_kv, shape.seqlen_q, 0)
+        queries = tensors.q
+        outputs = DecodeOutputs(tensors.out, tensors.lse, tensors.sinks)
+        if traits.ragged:
+            rows = TileRows(
+                tile.batch * 0,
+                tile.head,
+                tile.block,
+                shape.seqlen_q,
+                shape.heads_kv,
+                shape.total_q,
+                packed.first_token,
+            )
+            offset = packed.offset.to(gl.int64)
+            queries = tensors.q + offset * strides.q.row
+            outputs = DecodeOutputs(tensors.out + offset * strides.out.row, tensors.lse + offset, tensors.sinks)
         # mainloop
         smem = allocate_smem(tensors.k.dtype.element_ty, traits)
         keys = KeyRange(start, stop)
         later_pages = start_copies(smem, cache, pages, keys, traits)
-        q = load_queries(tensors.q, strides.q, rows, traits)  # behind the copies, none of which waits for them
+        q = load_queries(queries, strides.q, rows, traits)  # behind the copies, none of which waits for them
         k_scale, v_scale = load_scales(scales, tile.head, traits)
         softmax = store_queries(smem.q, q, k_scale, softmax_params, traits)
         visible = visible_to_queries(rows, num_keys, window, traits)
         o, state = attend(smem, cache, later_pages, keys, visible, softmax, errors, traits)
         # epilogue
         o, lse_log2 = normalize_split(o, state, v_scale)
-        outputs = DecodeOutputs(tensors.out, tensors.lse, tensors.sinks)
         if traits.cluster:
             cluster_reduce(outputs, o, lse_log2, box, rows, tile.split, strides.out, traits)
         else:
-            write_split(outputs, partials, o, lse_log2, rows, tile.split, splits, shape, strides.out, traits)
+            write_split(outputs, partials, o, lse_log2, rows, tile, splits, shape, strides.out, traits)
+
+
+@gluon.jit
+def packed_rows(cu_seqlens, tile, num_keys, shape, traits: gl.constexpr):
+    """PackedRows of a tile's sequence, whose tokens are the last of the shape.seqlen_q that a launch is for. It has no
+    row if it has more tokens than these.
+    """
+    start = offset_at(cu_seqlens, tile.batch + 1, shape.batch, shape.total_q)
+    stop = offset_at(cu_seqlens, tile.batch + 2, shape.batch, shape.total_q)
+    has_rows = (start < stop) & (stop - start <= shape.seqlen_q)
+    first_token = gl.where(has_rows, shape.seqlen_q - (stop - start), shape.seqlen_q)
+    last_token = (tile.block * traits.block_m + traits.block_m - 1) // traits.group
+    return PackedRows(stop - shape.seqlen_q, first_token, gl.where(last_token < first_token, 0, num_keys))
 
 
 @gluon.jit
@@ -323,22 +359,24 @@ def load_scales(scales, head, traits: gl.constexpr):
 
 
 @gluon.jit
-def write_split(outputs, partials, o, lse_log2, tile, split, splits, shape, strides, traits: gl.constexpr):
-    """Write the rows of a tile with one split, or this split's partial result; the last program of a tile combines."""
+def write_split(outputs, partials, o, lse_log2, rows, tile, splits, shape, strides, traits: gl.constexpr):
+    """Write the TileRows of a tile with one split, or the partial result of this SplitTile; the last program of a tile
+    combines.
+    """
     o, lse_log2 = as_rows(o, lse_log2, traits)
-    row = rows_of_tile(tile, traits.block_m, o, traits)
+    row = rows_of_tile(rows, traits.block_m, o, traits)
     if traits.single:
-        write_rows(outputs, o, lse_log2, tile, row, strides, traits)
+        write_rows(outputs, o, lse_log2, rows, row, strides, traits)
     else:
         if splits.stop - splits.start == 1:
-            write_rows(outputs, o, lse_log2, tile, row, strides, traits)
+            write_rows(outputs, o, lse_log2, rows, row, strides, traits)
         else:
             tile_index = (tile.batch * shape.num_m_blocks + tile.block) * shape.heads_kv + tile.head
             first_index = tile_index * shape.num_splits
-            store_partial(partials, o, lse_log2, first_index + split, traits)
+            store_partial(partials, o, lse_log2, first_index + tile.split, traits)
             partition_barrier()  # all threads store before one counts
             counter = partials.counters + tile_index
             if gl.atomic_add(counter, 1, sem="acq_rel") == splits.stop - splits.start - 1:
                 indices = KeyRange(first_index + splits.start, first_index + splits.stop)
-                write_combined(outputs, partials, tile, indices, strides, traits)
+                write_combined(outputs, partials, rows, indices, strides, traits)
                 gl.store(counter, 0)

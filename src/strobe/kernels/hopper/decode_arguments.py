@@ -15,6 +15,17 @@ class DecodeTensors(NamedTuple):
     out: Any
     lse: Any
     sinks: Any
+    cu_seqlens_q: Any  # [B + 1] where q is packed
+
+
+class PackedRows(NamedTuple):
+    """Where the last tokens of a sequence lie in packed q and out: token t of the tokens that a launch is for is row
+    `offset` + t.
+    """
+
+    offset: Any  # negative where the sequence has fewer tokens than rows before it
+    first_token: Any  # that the sequence has
+    num_keys: Any  # 0 if no row of the tile exists
 
 
 class InvariantTensors(NamedTuple):
@@ -81,6 +92,8 @@ class DecodeShape(NamedTuple):
     num_splits: Any
     split_size: Any  # keys
     num_m_blocks: Any  # tiles of rows of a key head
+    batch: Any  # sequences, where q is packed; else None
+    total_q: Any  # rows of packed q; else None
 
 
 class DecodeWindow(NamedTuple):
@@ -123,6 +136,7 @@ class TileRows(NamedTuple):
     tokens: Any  # of the sequence
     heads_kv: Any
     lse_rows: Any  # of a head in lse
+    first_token: Any  # with traits.ragged: tokens before it do not exist
 
 
 class PageTable(NamedTuple):

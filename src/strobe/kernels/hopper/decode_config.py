@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,8 @@ class DecodeTraits(Constants, Traits):
     programmatic_launch: bool = False  # programmatic dependent launch
     # Splits per cluster, one program each, combined in shared memory. 0: splits are combined in global memory.
     cluster: int = 0
+
+    ragged: ClassVar[bool] = False  # packed queries, of another number for each sequence; see `paged_config`
 
     @property
     def warps(self) -> int:

@@ -16,6 +16,7 @@ from ..device.dialect import (
 from ..device.split_kv import fold_scale_signs
 from .decode_arguments import PageIds, PrefetchedPages, SoftmaxScalars
 from .decode_layouts import copy_layout, product_layout
+from .decode_store import token_exists
 
 # ---------------------------------------------------------------- page ids
 
@@ -169,7 +170,7 @@ def load_queries(q, strides, tile, traits: gl.constexpr):
     offsets = tile.batch.to(gl.int64) * strides.batch + token.to(gl.int64) * strides.row
     head_q = tile.head * traits.group + row % traits.group
     offsets = offsets + head_q.to(gl.int64) * strides.head
-    mask = (token < tile.tokens)[:, None] & (columns < traits.head_dim)[None, :]
+    mask = token_exists(token, tile, traits)[:, None] & (columns < traits.head_dim)[None, :]
     return gl.load(q + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
 
 

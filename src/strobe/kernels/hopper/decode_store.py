@@ -25,11 +25,20 @@ def rows_of_tile(tile, count: gl.constexpr, o, traits: gl.constexpr):
 
 
 @gluon.jit
+def token_exists(token, tile, traits: gl.constexpr):
+    """Which tokens of TileRows exist."""
+    exists = token < tile.tokens
+    if traits.ragged:
+        exists = exists & (token >= tile.first_token)
+    return exists
+
+
+@gluon.jit
 def write_rows(outputs, o, lse_log2, tile, row, strides, traits: gl.constexpr):
     """Rows of TileRows that have seen all their keys, with their sinks, to out and lse."""
     columns = gl.arange(0, traits.block_dv, gl.SliceLayout(0, o.type.layout))
     token, head_q = row // traits.group, tile.head * traits.group + row % traits.group
-    exists = token < tile.tokens
+    exists = token_exists(token, tile, traits)
     sink = lse_log2
     if traits.sinks:
         sink = gl.load(outputs.sinks + head_q, mask=exists, other=0.0)

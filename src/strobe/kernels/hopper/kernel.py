@@ -39,6 +39,7 @@ from ..runtime.tma_requirements import (
 from .backward_with_hooks import against_lists, backward_with_hooks
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, invariant_config
+from .paged_config import PAGED as PAGED
 from .traits import ROWS, BackwardTileConfig, BackwardTraits, ForwardTraits, Tuning
 
 CAPABILITY = 90

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...errors import KernelFault
 from ...problem.call import Call, Paged
 from ...problem.decode import DecodeCall, DecodeProblem
+from ...problem.paged import PagedCall, PagedProblem
 from ...problem.problem import Problem
 from .. import protocol
 from ..device.forward_arguments import WindowParams
@@ -32,15 +34,19 @@ from .decode_arguments import (
 )
 
 
+def partials_of(plan: Plan, workspace: dict[str, Tensor], device: torch.device) -> Partials:
+    traits = plan.config.traits
+    if traits.single or traits.cluster:
+        return Partials(None, None)
+    tiles = plan.problem.layout.batch * plan.problem.heads_kv * row_tiles(plan)
+    return Partials(workspace["partials"], zeros_on(device, tiles))
+
+
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
-    problem, traits = plan.problem, plan.config.traits
-    tiles = problem.layout.batch * problem.heads_kv * row_tiles(plan)
-    partials = Partials(None, None)
-    if not traits.single and not traits.cluster:
-        partials = Partials(workspace["partials"], zeros_on(call.q.device, tiles))
+    partials = partials_of(plan, workspace, call.q.device)
     word = error_flags.word(call.q.device)
     tensors = DecodeTensors(
-        call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks
+        call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks, None
     )
     moving = (*tensors, call.k_scale, call.v_scale, *partials, word)
     launch = launcher.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, partials, word))
@@ -85,13 +91,17 @@ def row_tiles(plan: Plan) -> int:
     return -(-plan.problem.layout.seqlen_q * plan.problem.group // plan.config.traits.block_m)
 
 
-def decode_launch(plan: Plan, call: DecodeCall, tensors: DecodeTensors, partials: Partials, word: Tensor) -> Launch:
+def decode_launch(
+    plan: Plan, call: DecodeCall | PagedCall, tensors: DecodeTensors, partials: Partials, word: Tensor
+) -> Launch:
     problem, config, n_tiles = plan.problem, plan.config, row_tiles(plan)
     layout = problem.layout
     pages = (layout.n_pages, layout.max_pages) if isinstance(layout, Paged) else (0, 0)
     splits = (config.n_splits, config.split_size)
-    shape = DecodeShape(layout.seqlen_q, problem.heads_kv, problem.capacity, *pages, *splits, n_tiles)
-    strides = Strides(*(RowStrides(*x.stride()[:3]) for x in (call.q, call.k, call.v, tensors.out)))
+    packed = (layout.batch, problem.total_q) if isinstance(problem, PagedProblem) else (None, None)
+    shape = DecodeShape(layout.seqlen_q, problem.heads_kv, problem.capacity, *pages, *splits, n_tiles, *packed)
+    rows = lambda x: RowStrides(*(x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])))
+    strides = Strides(*(rows(x) for x in (call.q, call.k, call.v, tensors.out)))
     arguments = (
         tensors,
         KeyScales(call.k_scale, call.v_scale),

@@ -1,0 +1,121 @@
+"""Few packed queries over a cache in the Hopper decode, in the simulator: sequences of other numbers of tokens, rows of
+no sequence, splits in clusters and in global memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import strobe
+from strobe.kernels.hopper import decode_config
+from strobe.problem.paged import PagedCall, PagedProblem
+from strobe.problem.target import FAKES
+from strobe.selection.select import select
+from strobe.sim import simulate
+from strobe.testing import FAMILIES
+from strobe.testing.paged import PAGED, PagedCase, assert_paged_as_good_as
+from tests.kernels.hopper.hopper_cases import NIGHTLY, SCHEDULES
+from tests.kernels.portable.test_paged_interpreted import run_on
+from tools.proof.simulate import READ_FENCES
+
+H200 = FAKES["H200"]
+
+
+def _few(name: str, *news: int, **changes) -> PagedCase:
+    """A named case with few tokens."""
+    return replace(PAGED[name], news=news, tokens=max(1, *news), **changes)
+
+
+CASES = {
+    "one token": PAGED["one_token"],
+    "speculated": PAGED["speculated"],
+    "up to 16": _few("mixed", 16, 1, 0, 3, heads=(16, 2), padding=3),
+    "no tokens": _few("no_tokens", 0, 0),
+    "more tokens than keys": _few("more_tokens_than_keys", 7, 3, 9),
+    "full": _few("full", 5, 9),
+    "window": _few("window", 9, 2, 1),
+    "window of both sides": _few("window_both", 9, 2, 5),
+    "window softcap sinks": _few("window_softcap_sinks", 4, 7, 1),
+    "sinks": _few("sinks_without_bound", 9, 1, 2),
+    "pages of 1": _few("pages_of_1", 9, 3, 0),
+    "pages of 13": _few("pages_of_13", 2, 6, 1),
+    "pages lost": _few("pages_lost", 3, 9, 2),
+    "scale negative": _few("scale_negative", 5, 1),
+    "partial": _few("partial", 8, 2, 1),
+    "rows left padded": _few("rows_left_padded", 9, 2, 3),
+    "rows left padded, window": _few("rows_left_padded_window", 7, 3),
+    "8 bits": _few("fp8", 5, 1),
+    "8 bits, window": _few("fp8", 5, 1, left=20, page_size=4),
+}
+
+
+def simulated(call: PagedCall, schedule: tuple[str, int], monkeypatch) -> list:
+    """What the simulator reports. out and lse are held to the oracle's, and counters are 0 again."""
+    held = torch.zeros(4096, dtype=torch.int32)
+    monkeypatch.setattr("strobe.kernels.hopper.launch_decode.zeros_on", lambda device, count: held[:count])
+    with simulate("sm_90", *schedule, sms=3, check=False, checks=READ_FENCES) as run:
+        out, lse, choice = run_on(H200, call)
+    assert choice.forward.kernel.name == "hopper.paged"
+    assert_paged_as_good_as((out, lse), call)
+    assert run.launches == ["other_rows_kernel", "decode_kernel"] and not held.any()
+    return run.reports
+
+
+EACH = [
+    pytest.param(
+        n, name, shares, marks=[pytest.mark.nightly] * (n % 2 == (shares == "cluster")), id=f"{name}, {shares}"
+    )
+    for n, name in enumerate(CASES)
+    for shares in ("cluster", "global memory")
+]
+
+
+@pytest.mark.parametrize("n, name, shares", EACH)
+def test_no_report_and_as_good_as_the_oracle(n, name, shares, monkeypatch):
+    if shares == "global memory":
+        monkeypatch.setattr(decode_config, "cluster_size", lambda *_: 0)
+    call = CASES[name].build("cpu", (torch.bfloat16, torch.float16)[n % 2], FAMILIES[n % 5], n, "hopper")
+    assert simulated(call, SCHEDULES[n % 3], monkeypatch) == []
+    assert bool(strobe.last_errors()) == bool(CASES[name].lost)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["up to 16", "window", "pages of 13", "8 bits"])
+def test_under_every_schedule(name, monkeypatch):
+    for n, schedule in enumerate(NIGHTLY):
+        call = CASES[name].build("cpu", torch.bfloat16, FAMILIES[n % 5], n, "hopper")
+        assert simulated(call, schedule, monkeypatch) == []
+
+
+def test_a_broken_promise_is_nan_and_reported(monkeypatch):
+    call = CASES["speculated"].build("cpu", torch.bfloat16, seed=1, kernel="hopper")._replace(max_seqlen_q=3)
+    with simulate("sm_90", *SCHEDULES[0], sms=3, check=False) as run:
+        out, lse, _ = run_on(H200, call)
+    assert run.reports == [] and out[:4].isnan().all() and lse[:, :4].isnan().all()
+    assert any("max_seqlen_q" in error for error in strobe.last_errors())
+    rest = call._replace(max_seqlen_q=4)
+    with simulate("sm_90", *SCHEDULES[0], sms=3, check=False):
+        exact, lse_exact, _ = run_on(H200, rest)
+    torch.testing.assert_close(out[4:], exact[4:])
+    torch.testing.assert_close(lse[:, 4:], lse_exact[:, 4:])
+
+
+def test_what_the_decode_leaves_to_the_portable_kernel():
+    cases = {
+        "promised": (
+            PAGED["mixed"],
+            {},
+            "made for sequences of 1 to 16 new tokens; by max_seqlen_q nothing is promised",
+        ),
+        "many": (PAGED["mixed_promised"], {}, "by max_seqlen_q 64 are promised"),
+        "invariant": (CASES["speculated"], {"batch_invariant": True}, "one kernel computes every mix"),
+        "scales": (replace(PAGED["fp8_token_scales"], tokens=16), {}, "runs no scales of keys and heads"),
+    }
+    for case, options, words in cases.values():
+        choice = select(PagedProblem.from_call(case.build("cpu", torch.bfloat16, **options)), H200)
+        assert choice.forward.kernel.name == "portable.paged"
+        assert words in dict(choice.rejections)["hopper.paged"]
