@@ -42,3 +42,13 @@ def test_equal_functions_have_equal_texts():
     make = lambda table: ScoreMod(lambda s, b, h, q, k: s * 2 + table[h]).bind(True)
     one, other = make(torch.zeros(4)), make(torch.ones(4))
     assert emit.forward_text(one.text) is emit.forward_text(other.text)
+
+
+def test_a_distance_is_converted_by_rows_and_columns():
+    """An integer's conversion costs as much as an exponential."""
+    slopes = torch.zeros(4)
+    for score in (strobe.alibi(slopes), strobe.score_mod(lambda s, b, h, q, k: s - slopes[h] * (q - k))):
+        text = emit.forward_text(score.bind(False).text)
+        assert ".to(tl.float32) - (kv_idx).to(tl.float32)" in text
+    mixed = emit.forward_text(strobe.score_mod(lambda s, b, h, q, k: s + (q * k - k).float()).bind(False).text)
+    assert "(kv_idx).to(tl.float32)" not in mixed
