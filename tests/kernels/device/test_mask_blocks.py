@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -106,6 +108,23 @@ def test_lists_are_kept_until_a_tensor_changes():
         again = mask_blocks.forward_lists(problem, call._replace(mods=numbers), (128, 128))
         assert again is not other and torch.equal(again[0], other[0])
     assert run.launches == ["kinds_kernel"] * 3
+
+
+def test_lists_are_forgotten(monkeypatch):
+    """Those of tensors that are gone, and the oldest when there are too many."""
+    lists = lambda ids: call_of(strobe.mask_mod(lambda b, h, q, k: ids[q] == ids[k]), 300, 300, "cpu")
+    kept, gone = lists(IDS.clone()), lists(IDS.clone())
+    with on(H200):
+        for call in (gone, kept):
+            mask_blocks.forward_lists(Problem.from_call(call), call, (128, 128))
+        assert len(mask_blocks._masks) == 4
+        del gone, call
+        gc.collect()
+        mask_blocks.backward_lists(Problem.from_call(kept), kept, (128, 128))
+        assert len(mask_blocks._masks) == 3
+        monkeypatch.setattr(mask_blocks, "MOST_BYTES", 200)
+        mask_blocks.backward_lists(Problem.from_call(kept), kept, (64, 128))
+        assert [key[-2:] for key in mask_blocks._masks] == [("backward", (64, 128))]
 
 
 def test_few_elements_and_key_ranges_have_no_lists(monkeypatch):

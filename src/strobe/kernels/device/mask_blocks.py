@@ -31,7 +31,7 @@ from ..runtime.tma_requirements import has_spans
 BLOCK = 64  # queries and keys of a block whose kind is found
 FEWEST_ELEMENTS = 1 << 21  # of a mask, from which lists pay: below, making them takes longer than what they skip
 MOST_BLOCKS = 1 << 24  # of all entries and heads: 16 MB of kinds, and 128 MB of lists
-MOST_MASKS = 64  # whose lists are kept
+MOST_BYTES = 1 << 28  # of lists that are kept
 
 
 class ListSizes(NamedTuple):
@@ -120,10 +120,20 @@ def _remembered(key: tuple, call: Call, make: Callable[[], tuple[Tensor, ...]]) 
     if found is None or any(storage.expired() for storage in found[0]):
         tensors = () if call.mods is None else call.mods.mask_tensors
         found = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors], make()
+        _evict(sum(tensor.nbytes for tensor in found[1]))
         _masks[key] = found
-        while len(_masks) > 3 * MOST_MASKS:
-            _masks.popitem(last=False)
     return found[1]
+
+
+def _evict(needed: int) -> None:
+    """Forget lists of tensors that are gone, then the oldest, until all that is kept leaves room for `needed` bytes."""
+    kept = list(_masks.items())
+    sizes = {key: sum(tensor.nbytes for tensor in found[1]) for key, found in kept}
+    total = needed + sum(sizes.values())
+    for key, (storages, _) in kept:
+        if total > MOST_BYTES or any(storage.expired() for storage in storages):
+            _masks.pop(key, None)
+            total -= sizes[key]
 
 
 def _key(problem: Problem, call: Call) -> tuple | None:
