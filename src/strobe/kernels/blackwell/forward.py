@@ -37,7 +37,8 @@ themselves do not wait for stats_empty: s_full[t] of the next block says that O[
 factor before was read.
 
 A tensor's rows end where TMA's descriptor says: it reads zeros beyond them and writes nothing there, so lengths may be
-ragged. Descriptors of packed sequences wrap (`tma.corner`), so that a neighbour's rows are neither read nor written.
+ragged. Descriptors of packed sequences wrap (`tma_coordinates`), so that a neighbour's rows are neither read nor
+written.
 Column counts that are no power of two come in two parts (`ColumnParts`), 64 and 32 or 128 and 64. With pack_gqa, the
 rows of a tile are queries, each with all its heads (`device.pack_gqa`).
 
@@ -64,7 +65,8 @@ def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, q_tail, k_tail, v_tail, o_tail, pointers, launch_params, traits: gl.constexpr
 ):
     """TMA descriptors of the main and the tail columns (None where there are none): of [B, H, S, D], or for packed
-    layouts wrapping ones (`tma.corner`). pointers: Pointers; launch_params: LaunchParams (`device.forward_arguments`).
+    layouts wrapping ones (`tma.tma_coordinates`). pointers: Pointers; launch_params: LaunchParams
+    (`device.forward_arguments`).
     """
     REGISTERS_SOFTMAX: gl.constexpr = traits.registers_softmax
     REGISTERS_ONE_WARP: gl.constexpr = traits.registers_one_warp

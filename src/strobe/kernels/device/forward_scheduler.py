@@ -6,7 +6,7 @@
 A tile that a consumer flags is published once more (`tile_redo`).
 """
 
-from .dialect import Value, gl, gluon, mbarrier, partition_barrier, record, reinterpret
+from .dialect import Value, gl, gluon, mbarrier, partition_barrier, record
 from .forward_mask import BlockInfo, BlockList, SeqlenInfo
 from .key_ranges import prefix_of, tile_at
 from .pack_gqa import heads_of
@@ -24,18 +24,16 @@ from .seqlen import (
     span_of,
 )
 from .tile_redo import RedoFlags, RedoRequest
-from .tile_scheduler import word
+from .tile_scheduler import END, NUM_BLOCKS, WORDS, FourWordRows, read_words, word
 from .tma import HeadRows
 
-WORDS: gl.constexpr = gl.constexpr(16)  # int32 of a published tile, in the order of `publish`, of which a dense or packed one needs 8
-NUM_N_BLOCKS: gl.constexpr = gl.constexpr(4)  # words that are read by themselves
+# Words of a published tile, in the order of `publish`, that are read by name. A dense or packed tile without redo has 8 words.
 REDO: gl.constexpr = gl.constexpr(8)
 OFFSET_K: gl.constexpr = gl.constexpr(9)
 NUM_KEYS: gl.constexpr = gl.constexpr(10)
 DOCUMENT: gl.constexpr = gl.constexpr(11)
 PREFIX: gl.constexpr = gl.constexpr(12)
 SEQUENCE: gl.constexpr = gl.constexpr(13)
-END: gl.constexpr = gl.constexpr(-1)  # as a tile's number of blocks: there are no more tiles
 
 
 @record
@@ -254,17 +252,6 @@ def rows_before_first(seqlen_q, traits: gl.constexpr):
     return before
 
 
-@record
-class RangeTile:
-    """What `tile_at` finds: rows start .. stop - 1 of a batch entry, and (first key, one past the last, document)."""
-
-    is_valid: gl.tensor
-    start: gl.tensor
-    stop: gl.tensor
-    next_row: gl.tensor
-    keys: gl.tuple
-
-
 @gluon.jit
 def range_work_tile(tile_index, row, ranges, launch, errors, traits: gl.constexpr):
     """The tile with which the rows of an index go on at `row`: rows of one key range (`device.key_ranges`), counted from the range's first row."""
@@ -272,8 +259,8 @@ def range_work_tile(tile_index, row, ranges, launch, errors, traits: gl.constexp
     batch_head, m_block = blocks_in_order(tile_index, shape, traits)
     is_valid = batch_head < shape.batch * shape.heads
     batch, head = batch_head // shape.heads, batch_head % shape.heads
-    found = RangeTile(*tile_at(is_valid, batch, m_block, row, 0, ranges, shape, traits.block_m, traits))
-    k_start, k_stop, document = found.keys
+    found = tile_at(is_valid, batch, m_block, row, 0, ranges, shape, traits.block_m, traits)
+    k_start, k_stop, document = found.others
     if traits.mask.key_lengths:
         k_stop = gl.minimum(k_stop, key_limit(ranges.key_lengths, batch, shape.seqlen_k, errors, True))
     prefix = prefix_of(ranges.prefixes, batch, shape.seqlen_k, traits) - k_start
@@ -283,7 +270,7 @@ def range_work_tile(tile_index, row, ranges, launch, errors, traits: gl.constexp
     counted = SeqlenInfo(zero, rows, zero, diagonal_k, num_keys, prefix)
     blocks = BlockInfo.of_rows(zero, traits.block_m, counted, launch.window, traits)
     seqlen = SeqlenInfo(batch * shape.seqlen_q + found.start, rows, batch * shape.seqlen_k + k_start, diagonal_k, num_keys, prefix)
-    work = WorkTile(found.is_valid, batch, head, zero, blocks.n_block_min, blocks.count, seqlen, document, found.next_row, None)
+    work = WorkTile(found.exists, batch, head, zero, blocks.n_block_min, blocks.count, seqlen, document, found.next_row, None)
     return work.with_listed_blocks(launch, traits)
 
 
@@ -298,29 +285,6 @@ def check_cu_seqlens(cu_seqlens, launch, errors):
 
 
 # ---------------------------------------------------------------- from the producer to the consumers
-
-
-@record
-class FourWordRows:
-    """A slot in rows of four words: MLIR takes a row of sixteen apart word by word, 0.6 s of compile time."""
-
-    rows: gl.shared_memory_descriptor
-    slot: gl.tensor
-    lane: gl.tensor
-
-    @gluon.jit
-    def store(self, i: gl.constexpr, a, b, c, d):
-        lane = self.lane
-        words = set_word(set_word(set_word(set_word(lane * 0, lane, 0, a), lane, 1, b), lane, 2, c), lane, 3, d)
-        self.rows.index(self.slot * (self.rows.shape[0] // 2) + i).store(words)
-
-
-@gluon.jit
-def set_word(row, lane, i: gl.constexpr, value):
-    """row with `value` in lane i, unless it is None."""
-    if value is not None:
-        row = gl.where(lane == i, value, row)
-    return row
 
 
 @record
@@ -345,7 +309,7 @@ class WorkTilePipeline:
 
     @gluon.jit
     def publish(self, state, work, redo, traits: gl.constexpr):
-        seqlen, slot = work.seqlen, self._slot(state)
+        seqlen, slot = work.seqlen, FourWordRows.of_slot(self.words, state.index)
         self.producer_acquire(state)
         slot.store(0, work.batch, work.head, work.m_start, work.n_block_min)
         slot.store(1, work.num_n_blocks, seqlen.offset_q, seqlen.seqlen_q, seqlen.seqlen_k)
@@ -360,7 +324,7 @@ class WorkTilePipeline:
     @gluon.jit
     def publish_dense(self, state, work):
         """A tile of a kernel without key ranges and redo, or its end, in 8 words."""
-        seqlen, slot = work.seqlen, self._slot(state)
+        seqlen, slot = work.seqlen, FourWordRows.of_slot(self.words, state.index)
         self.producer_acquire(state)
         slot.store(0, work.batch, work.head, work.m_start, work.n_block_min)
         slot.store(1, work.num_n_blocks, seqlen.offset_q, seqlen.seqlen_q, seqlen.seqlen_k)
@@ -369,7 +333,7 @@ class WorkTilePipeline:
     @gluon.jit
     def publish_end(self, state, unread):
         """There are no more tiles. Consumers read one word of the slot; the others hold `unread`."""
-        slot = self._slot(state)
+        slot = FourWordRows.of_slot(self.words, state.index)
         self.producer_acquire(state)
         slot.store(0, unread, unread, unread, unread)
         slot.store(1, END, unread, unread, unread)
@@ -387,11 +351,6 @@ class WorkTilePipeline:
         mbarrier.arrive(self.full.index(state.index))
 
     @gluon.jit
-    def _slot(self, state):
-        rows = reinterpret(self.words, gl.int32, [2 * self.words.shape[1] // 4, 4], self.words.type.layout)
-        return FourWordRows(rows, state.index, gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0])))
-
-    @gluon.jit
     def poll_redo(self, state, more, traits: gl.constexpr):
         """Once consumers have released the slot at `state`: whether its tile needs a redo. Behind the last tile, the other slot's too. The tile is
         published again at `state`."""
@@ -407,7 +366,7 @@ class WorkTilePipeline:
     def take_redo(self, redo, traits: gl.constexpr):
         """The tile of a pending request, whose flags are cleared."""
         work = self._read(redo.slot, traits)
-        row = self._load(redo.slot)
+        row = read_words(self.words, redo.slot)
         seqlen, document = work.seqlen, redo.slot * 0
         if traits.key_ranges:
             offset_k, num_keys, prefix = word(row, OFFSET_K), word(row, NUM_KEYS), word(row, PREFIX)
@@ -427,7 +386,7 @@ class WorkTilePipeline:
     def wait_published(self, state):
         """Wait for the next tile; whether there is one."""
         mbarrier.wait(self.full.index(state.index), state.phase)
-        return word(self._load(state.index), NUM_N_BLOCKS) >= 0
+        return word(read_words(self.words, state.index), NUM_BLOCKS) >= 0
 
     @gluon.jit
     def receive(self, state, traits: gl.constexpr):
@@ -440,32 +399,28 @@ class WorkTilePipeline:
         seqlen = work.seqlen
         num_keys, prefix = seqlen.seqlen_k, gl.to_tensor(0)
         if traits.key_ranges:
-            num_keys = word(self._load(state.index), NUM_KEYS)
+            num_keys = word(read_words(self.words, state.index), NUM_KEYS)
         if traits.mask.prefix:
-            prefix = word(self._load(state.index), PREFIX)
+            prefix = word(read_words(self.words, state.index), PREFIX)
         return SeqlenInfo(seqlen.offset_q, seqlen.seqlen_q, seqlen.offset_k, seqlen.seqlen_k, num_keys, prefix)
 
     @gluon.jit
     def receive_document(self, state):
         """(document of the rows, offset_k)."""
-        row = self._load(state.index)
+        row = read_words(self.words, state.index)
         return word(row, DOCUMENT), word(row, OFFSET_K)
 
     @gluon.jit
     def is_redo(self, state):
-        return word(self._load(state.index), REDO)
+        return word(read_words(self.words, state.index), REDO)
 
     @gluon.jit
     def consumer_release(self, state):
         mbarrier.arrive(self.empty.index(state.index))
 
     @gluon.jit
-    def _load(self, slot):
-        return self.words.index(slot).load(gl.BlockedLayout([self.words.shape[1]], [32], [gl.num_warps()], [0]))
-
-    @gluon.jit
     def _read(self, slot, traits: gl.constexpr):
-        row = self._load(slot)
+        row = read_words(self.words, slot)
         batch, head, m_start = word(row, 0), word(row, 1), word(row, 2)
         n_block_min, num_n_blocks = word(row, 3), word(row, 4)
         offset_q, seqlen_q, seqlen_k = word(row, 5), word(row, 6), word(row, 7)

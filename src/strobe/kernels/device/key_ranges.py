@@ -10,18 +10,28 @@ others, and their ids tell these apart.
                                       where the mask has none
 """
 
-from .dialect import gl, gluon
+from .dialect import gl, gluon, record
 
 PURE: gl.constexpr = gl.constexpr(-1)  # in place of a document's id: all keys of the range are its own
 
 
+@record
+class RangeTile:
+    """Rows start .. stop - 1 of a batch entry, all of one range: queries, or keys."""
+
+    exists: gl.tensor
+    start: gl.tensor
+    stop: gl.tensor
+    next_row: gl.tensor  # the row at which the block has further tiles, counted from the block's first, or 0
+    others: gl.tuple  # of the other side: (first, one past the last, document)
+
+
 @gluon.jit
 def tile_at(exists, entry, index, row, side: gl.constexpr, ranges, sizes, block: gl.constexpr, traits: gl.constexpr):
-    """The tile at row `row` of block `index` of a batch entry, of queries (side 0) or keys (1): (whether it exists, its
-    first row, one past its last, the row at which the block has further tiles or 0, its keys).
+    """The RangeTile at row `row` of block `index` of a batch entry, of queries (side 0) or keys (1).
 
-    Rows count from the entry's first, `row` from the block's. Its keys, or queries for side 1: (first, one past the
-    last, document). The document is PURE, or the id if that range has rows of other documents.
+    Rows count from the entry's first, `row` from the block's. The document is PURE, or its id if the range of the other
+    side has rows of other documents.
 
     A block of `block` rows has the tiles that begin in it. Tiles of a run follow each other from the run's first row,
     wherever that is, so a run has no more tiles than its length needs. Where that row is not known (ids of keys differ
@@ -44,7 +54,7 @@ def tile_at(exists, entry, index, row, side: gl.constexpr, ranges, sizes, block:
             other_end >= last, PURE, gl.load(ranges[2 + side] + at, mask=exists & (other_end < last), other=0)
         )
     beyond = gl.where(exists & (stop < rows_stop), stop - begin, 0)
-    return exists, start, stop, beyond, (first, last, document)
+    return RangeTile(exists, start, stop, beyond, (first, last, document))
 
 
 @gluon.jit

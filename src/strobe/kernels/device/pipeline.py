@@ -27,7 +27,7 @@ class PipelineState:
 
     @gluon.jit
     def advance(self):
-        if self.stages == 1:  # the index stays a constant and takes no register
+        if self.stages == 1:  # the index stays a constant and takes no register: d128 packed causal backward spilled 164 bytes
             return PipelineState(self.index, self.phase ^ 1, self.stages)
         wraps = self.index + 1 == self.stages
         return PipelineState(gl.where(wraps, 0, self.index + 1), gl.where(wraps, self.phase ^ 1, self.phase), self.stages)
@@ -98,40 +98,6 @@ class Pipeline:
         """Pass over a tile that this consumer does not read, in step with the others."""
         self.consumer_wait(state)
         self.consumer_release(state)
-
-
-@aggregate
-class Position:
-    """Where one side of a ring stands: its stage, and the parity of the phase it waits for next."""
-
-    stage: gl.tensor
-    parity: gl.tensor
-    stages: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, stage, parity, stages):
-        self.stage = stage
-        self.parity = parity
-        self.stages = gl.constexpr(stages)
-
-    @gluon.jit
-    def next(self):
-        if self.stages == 1:  # a stage that stands still takes no register: d128's packed causal backward 164 bytes of spills to 0
-            return Position(self.stage, self.parity ^ 1, self.stages)
-        last = self.stage + 1 == self.stages
-        return Position(gl.where(last, 0, self.stage + 1), gl.where(last, self.parity ^ 1, self.parity), self.stages)
-
-    @gluon.jit
-    def before(self):
-        """The position that this one is next to. Of a first position it is one whose phase counts as done on a new barrier."""
-        first = self.stage == 0
-        return Position(gl.where(first, self.stages - 1, self.stage - 1), gl.where(first, self.parity ^ 1, self.parity), self.stages)
-
-
-@gluon.jit
-def ring_start(stages: gl.constexpr):
-    """The consumer's first position. The producer waits for the other parity, whose phase counts as done on a new barrier."""
-    return Position(gl.to_tensor(0), gl.to_tensor(0), stages)
 
 
 @gluon.jit

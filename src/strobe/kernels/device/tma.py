@@ -24,39 +24,6 @@ DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16, "torch.flo
 
 
 @gluon.jit
-def corner(place, head, row, column: gl.constexpr, pack_gqa: gl.constexpr, form: gl.constexpr):
-    """Where TMA finds the tile that begins with row `row` of a head; `place` is (batch entry, start, length) of its sequence.
-
-    Of views that wrap, a sequence's rows are made to end at coordinate FAR, whatever they begin at: the first dimension takes FAR rows back, the
-    second steps by rows to the sequence's end. With `pack_gqa`, rows are queries, `head` is a key head, and the second dimension
-    steps by key heads, of which `place` then says the number.
-    """
-    entry, start, length = place[0], place[1], place[2]
-    if form.wraps:
-        if pack_gqa:
-            return [FAR, (start + length) * place[3] + head, FAR - length + row, 0, column]
-        else:
-            return [FAR, start + length, head, FAR - length + row, column]
-    else:
-        if pack_gqa:
-            return [entry, head, row, 0, column]
-        else:
-            return [entry, head, row, column]
-
-
-@gluon.jit
-def copy_in(desc, place, head, row, column: gl.constexpr, ready, smem, form: gl.constexpr, pack_gqa: gl.constexpr = False):
-    """Load a tile from row `row` of a head on."""
-    tma_load(desc, corner(place, head, row, column, pack_gqa, form), ready, as_block(smem, desc))
-
-
-@gluon.jit
-def copy_out(desc, place, head, row, column: gl.constexpr, smem, form: gl.constexpr, pack_gqa: gl.constexpr = False):
-    """`copy_in`, the other way."""
-    tma_store(desc, corner(place, head, row, column, pack_gqa, form), as_block(smem, desc))
-
-
-@gluon.jit
 def _tiles(slots: gl.constexpr, view, flat: gl.constexpr):
     """Tiles as TMA sees them, or as rows and columns: of those warps of other roles are handed 8 bytes less of shared memory."""
     if flat:
@@ -119,7 +86,12 @@ def allocate_tiles(count: gl.constexpr, desc, flat: gl.constexpr = False):
 
 @gluon.jit
 def tma_coordinates(rows, row, column: gl.constexpr, pack_gqa: gl.constexpr, traits: gl.constexpr):
-    """Coordinates of the tile that begins at `row` of HeadRows. See `corner` for descriptors that wrap."""
+    """Coordinates of the tile that begins at `row` of HeadRows.
+
+    With descriptors that wrap, a sequence's rows end at coordinate FAR wherever they begin: the first dimension steps FAR
+    rows back, and the second steps by rows to the sequence's end. With `pack_gqa`, rows are queries, rows.head is a key
+    head, and the second dimension steps by key heads, of which there are rows.heads.
+    """
     if traits.wraps:
         if pack_gqa:
             return [FAR, (rows.offset + rows.length) * rows.heads + rows.head, FAR - rows.length + row, 0, column]
@@ -181,7 +153,7 @@ def describing(tuning: Any) -> Callable[[Tensor, int, int], TensorDescriptor]:
 
 
 def descriptor(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """TMA's view of [B, S, H, D] as [B, H, S, D], or of packed [T, H, D] as `copy_in` wants it, moved in tiles of one head's rows."""
+    """TMA's view of [B, S, H, D] as [B, H, S, D], or of packed [T, H, D] as `tma_coordinates` addresses it, moved in tiles of one head's rows."""
     if tensor.dim() == 4:
         b, s, h, d = tensor.stride()
         batch, length, heads, size = tensor.shape

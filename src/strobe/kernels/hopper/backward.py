@@ -70,6 +70,7 @@ from ..device.dialect import (
 )
 from ..device.per_thread_mbarrier import per_thread_mbarriers
 from ..device.pipeline import PipelineState, ring, rings
+from ..device.tile_scheduler import WORDS
 from ..device.tma import ColumnParts, allocate_tiles
 from .backward_mainloop import (
     AttentionMask,
@@ -85,7 +86,7 @@ from .backward_mainloop import (
     zero_parts,
 )
 from .backward_producer import CuSeqlens, InputMaps, producer
-from .backward_scheduler import WORDS, WorkTilePipeline
+from .backward_scheduler import WorkTilePipeline
 from .backward_split_keys import KeyGradients, SplitKeysConsumer
 from .backward_split_products import KeyHalves, ProductsConsumer, SoftmaxConsumer
 from .backward_store import DqPipeline, OutputMaps, store_parts, store_warp

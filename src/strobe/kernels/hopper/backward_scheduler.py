@@ -17,19 +17,15 @@ another document is read and no gradient of one is written. Keys beyond an entry
 gradients are written as 0.
 """
 
-from ..device.dialect import Value, gl, gluon, mbarrier, partition_barrier, record, reinterpret
+from ..device.dialect import Value, gl, gluon, mbarrier, partition_barrier, record
 from ..device.forward_mask import SeqlenInfo
-from ..device.forward_scheduler import FourWordRows
 from ..device.key_ranges import PURE, prefix_of, tile_at
 from ..device.mask import first_row, stop_row
 from ..device.seqlen import find_sequence, keys_of, span_of
-from ..device.tile_scheduler import read_words, word
+from ..device.tile_scheduler import END, NUM_BLOCKS, FourWordRows, read_words, word
 from ..device.tma import HeadRows
 
-WORDS: gl.constexpr = gl.constexpr(
-    16
-)  # int32 of a published tile, in the order of `publish`; those that are read by name:
-NUM_M_BLOCKS: gl.constexpr = gl.constexpr(4)
+# Words of a published tile, in the order of `publish`, that are read by name.
 DENSE_OFFSET_K: gl.constexpr = gl.constexpr(8)
 FROM_LAST: gl.constexpr = gl.constexpr(10)
 NUM_KEYS: gl.constexpr = gl.constexpr(10)
@@ -38,7 +34,6 @@ PURE_BEGIN: gl.constexpr = gl.constexpr(12)
 SEQUENCE: gl.constexpr = gl.constexpr(12)
 PURE_STOP: gl.constexpr = gl.constexpr(13)
 PREFIX: gl.constexpr = gl.constexpr(15)
-END: gl.constexpr = gl.constexpr(-1)  # as a tile's number of m_blocks: there are no more tiles
 DQ_WRITTEN: gl.constexpr = gl.constexpr(-1)  # as the semaphore of a tile of dQ: it is written already, and has no sum
 
 
@@ -356,17 +351,6 @@ def from_end(place, places, traits: gl.constexpr):
         return place
 
 
-@record
-class RangeTile:
-    """What `tile_at` finds: keys start .. stop - 1 of a batch entry, and (first query, one past the last, document)."""
-
-    is_valid: gl.tensor
-    start: gl.tensor
-    stop: gl.tensor
-    next_row: gl.tensor
-    queries: gl.tuple
-
-
 @gluon.jit
 def range_work_tile(tile_index, row, ranges, launch, traits: gl.constexpr):
     """The tile with which the keys of an index go on at `row`: keys of one run of a document (`device.key_ranges`)."""
@@ -374,8 +358,8 @@ def range_work_tile(tile_index, row, ranges, launch, traits: gl.constexpr):
     seqlen_q, seqlen_k = shape.seqlen_q, shape.seqlen_k
     place = dense_key_tile(tile_index, shape, traits)
     batch = place.batch
-    found = RangeTile(*tile_at(tile_index >= 0, batch, place.n_block, row, 1, ranges, shape, traits.block_n, traits))
-    q_start, q_stop, document = found.queries
+    found = tile_at(tile_index >= 0, batch, place.n_block, row, 1, ranges, shape, traits.block_n, traits)
+    q_start, q_stop, document = found.others
     num_keys = found.stop
     if traits.mask.key_lengths:  # the forward has reported lengths that are out of range
         num_keys = gl.minimum(num_keys, gl.maximum(gl.load(ranges.key_lengths + batch), 0))
@@ -392,7 +376,7 @@ def range_work_tile(tile_index, row, ranges, launch, traits: gl.constexpr):
     seqlen = SeqlenInfo(zero, zero + seqlen_q, zero, zero + seqlen_k, num_keys, prefix)
     blocks = BlockInfo(m_blocks, None)
     return WorkTile(
-        found.is_valid,
+        found.exists,
         batch,
         place.head_part,
         found.start,
@@ -445,10 +429,9 @@ class WorkTilePipeline:
 
     @gluon.jit
     def _acquire(self, state):
-        rows = reinterpret(self.words, gl.int32, [WORDS // 4, 4], self.words.type.layout)
-        lane = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
+        slot = FourWordRows.of_slot(self.words, state.index)
         mbarrier.wait(self.empty.index(state.index), state.phase ^ 1)
-        return FourWordRows(rows, state.index, lane)
+        return slot
 
     @gluon.jit
     def _commit(self, state):
@@ -459,7 +442,7 @@ class WorkTilePipeline:
     def wait_published(self, state):
         """Wait for the next tile; whether there is one."""
         mbarrier.wait(self.full.index(state.index), state.phase)
-        return word(read_words(self.words, state.index), NUM_M_BLOCKS) >= 0
+        return word(read_words(self.words, state.index), NUM_BLOCKS) >= 0
 
     @gluon.jit
     def receive(self, launch, traits: gl.constexpr):
@@ -482,7 +465,7 @@ class WorkTilePipeline:
         sequence = None
         if traits.numbers_sequences:
             sequence = word(row, SEQUENCE)
-        blocks = BlockInfo(word(row, NUM_M_BLOCKS), from_last)
+        blocks = BlockInfo(word(row, NUM_BLOCKS), from_last)
         seqlen = SeqlenInfo(offset_q, word(row, 7), offset_k, word(row, 9), num_keys, prefix)
         batch = word(row, 0)
         if traits.has_block_lists:

@@ -21,7 +21,7 @@ Barriers         arrivals                 complete when
 
 P stays in registers. Column counts that are no power of two come in two parts (`ColumnParts`), 64 and 32 or 128 and 64; so may Q and K of 256.
 A tensor's rows end where TMA's descriptor says: it reads zeros beyond them and writes nothing there, so lengths may be ragged. Descriptors of
-packed sequences wrap (`tma.corner`), so that a neighbour's rows are neither read nor written.
+packed sequences wrap (`tma.tma_coordinates`), so that a neighbour's rows are neither read nor written.
 
 To add a feature: scores -> device.forward_hooks.modify_scores; which keys a row sees -> device.forward_mask.AttentionMask; which key blocks a tile
 visits -> device.forward_mask.BlockInfo, BlockList; where rows lie -> device.forward_mask.SeqlenInfo; a constant of the kernel ->
@@ -451,7 +451,7 @@ def normalize_o(o, normalizer):
 @gluon.jit
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_tail, k_tail, v_tail, o_tail, pointers, launch_params, traits: gl.constexpr):
     """TMA descriptors of the main and the tail columns (None where there are none): of [B, H, S, D], or for packed layouts and key ranges wrapping
-    ones (`tma.corner`). pointers: Pointers; launch_params: LaunchParams (`device.forward_arguments`)."""
+    ones (`tma.tma_coordinates`). pointers: Pointers; launch_params: LaunchParams (`device.forward_arguments`)."""
     maps = InputMaps(ColumnParts(q_desc, q_tail), ColumnParts(k_desc, k_tail), ColumnParts(v_desc, v_tail))
     o_map = ColumnParts(o_desc, o_tail)
     ids_k = None
