@@ -13,6 +13,7 @@ from .problem.cache import DenseCache, Held, PagedCache, Rotary
 from .problem.decode import DecodeCall
 from .problem.foreign_arguments import unknown
 from .problem.keywords import Window, band, options_of, output_tensor
+from .problem.mask import as_int32
 from .problem.merge import Partial
 from .selection.select import Choice
 
@@ -101,7 +102,10 @@ def explain_decode(
     )
 
 
-def append(cache: PagedCache | DenseCache, k_new: Tensor, v_new: Tensor, *, rotary: Rotary | None = None) -> None:
+def append(
+    cache: PagedCache | DenseCache, k_new: Tensor, v_new: Tensor, *, rotary: Rotary | None = None,
+    cu_seqlens_q: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write new keys and values to a KV cache: token t of sequence b goes to position seqlens[b] + t.
 
     >>> import torch
@@ -117,6 +121,9 @@ def append(cache: PagedCache | DenseCache, k_new: Tensor, v_new: Tensor, *, rota
             For a cache in float8_e4m3fn the dtype is free: values are divided by the cache's scales, clamped to
             magnitude 448 and rounded.
         rotary: rotate the new keys by the angles of their positions before writing. The caller rotates the queries.
+        cu_seqlens_q: int32 [B + 1], as in `attention_paged`. k_new and v_new are then packed, [T, H_kv, D]: rows
+            cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 are the new tokens of sequence b. Rows of no sequence are not
+            written.
 
     A token without room, or with a page id outside the pool, is not written. A token whose position has no rotary
     angles becomes NaN in its rotary dimensions. `last_errors` reports both. Two sequences must not write to the same
@@ -126,7 +133,10 @@ def append(cache: PagedCache | DenseCache, k_new: Tensor, v_new: Tensor, *, rota
     for name, tensor in (("k_new", k_new), ("v_new", v_new)):
         if not isinstance(tensor, Tensor):
             raise wrong_type(name, tensor, "a tensor [B, T, H_kv, D]", "pass a torch.Tensor")
-    ops_decode.append(AppendCall.of(cache, k_new, v_new, rotary))
+    if cu_seqlens_q is not None and not isinstance(cu_seqlens_q, Tensor):
+        raise wrong_type("cu_seqlens_q", cu_seqlens_q, "a tensor int32 [B + 1] or None", "pass a torch.Tensor")
+    offsets = None if cu_seqlens_q is None else as_int32(cu_seqlens_q)
+    ops_decode.append(AppendCall.of(cache, k_new, v_new, rotary, offsets))
 
 
 Settings = tuple  # sinks, left, right, scale, softcap, batch_invariant, kernel

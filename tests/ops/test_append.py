@@ -98,6 +98,7 @@ def test_each_token_goes_to_its_place(n, dtype, paged, rotary, device, kernel):
         None,
         cos,
         sin,
+        None,
         bool(rotary and rotary[1]),
         kernel,
     )

@@ -208,7 +208,7 @@ def _append(page_size: int, cache_dtype: torch.dtype, interleaved: bool | None =
     to, new = _decode(128, page_size, cache_dtype=cache_dtype), torch.empty(1, 2, 8, 128, dtype=torch.bfloat16)
     cos = sin = None if interleaved is None else torch.empty(4096, 32)
     scales = (None, None) if cache_dtype == torch.bfloat16 else (to.k_scale, to.v_scale)
-    return AppendCall(new, new, to.k, to.v, to.seqlens, to.page_table, *scales, cos, sin, bool(interleaved))
+    return AppendCall(new, new, to.k, to.v, to.seqlens, to.page_table, *scales, cos, sin, None, bool(interleaved))
 
 
 def _paged(width: int, page_size: int = 16, tokens: int = 512, promised: int = NO_BOUND, **options) -> PagedCall:
@@ -221,6 +221,11 @@ def _paged(width: int, page_size: int = 16, tokens: int = 512, promised: int = N
     q, offsets = one.q[0, :1].repeat(tokens, 1, 1), torch.tensor([0, tokens, tokens, tokens, tokens], dtype=torch.int32)
     rest: Any = *four[1:], *scales, one.sinks, promised, *one[9:]
     return PagedCall(q, k, v, four[0], offsets, *rest)
+
+
+def _append_packed(page_size: int) -> AppendCall:
+    one = _append(page_size, torch.bfloat16)
+    return one._replace(k_new=one.k_new[0], v_new=one.v_new[0], cu_seqlens_q=torch.tensor([0, 2], dtype=torch.int32))
 
 
 # Portable decode and append: every way to address a key, to store one, and to split. Then packed queries over a cache:
@@ -241,6 +246,7 @@ DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "d256 float64, 4 tokens": lambda: _decode(256, 16, 4, dtype=torch.float64),
     "append to pages": lambda: _append(16, torch.bfloat16),
     "append rotary float8 to rows": lambda: _append(0, FP8, True),
+    "append packed to pages": lambda: _append_packed(16),
     "paged d128 prefill": lambda: _paged(128),
     "paged d128 prefill, pages of 64": lambda: _paged(128, 64),
     "paged d64 rows, window sinks softcap": lambda: _paged(64, 0, left=64, sinks=torch.zeros(32), softcap=20.0),

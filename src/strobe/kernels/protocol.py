@@ -221,6 +221,6 @@ def decode_cost(problem: DecodeProblem) -> Cost:
 
 
 def append_cost(problem: AppendProblem) -> Cost:
-    layout, width = problem.layout, problem.head_dim + problem.head_dim_v
-    elements = layout.batch * layout.seqlen_q * problem.heads_kv * width
+    width = problem.head_dim + problem.head_dim_v
+    elements = problem.tokens * problem.heads_kv * width
     return Cost(0.0, elements * (problem.dtype.itemsize + problem.cache_dtype.itemsize))

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..errors import InvalidProblem, wrong_type
+from ..errors import InvalidProblem, UnsupportedProblem, wrong_type
 from ..problem.append import AppendCall
 from ..problem.call import OPTIONAL_TENSORS, Call
 from ..problem.decode import DecodeCall
@@ -128,6 +128,8 @@ def own_append(call: AppendCall) -> AppendCall:
     """The call on this process's shard of the cache. Inputs may be redistributed; pools may not, because append would
     write to a copy.
     """
+    if call.cu_seqlens_q is not None:
+        raise UnsupportedProblem("append of packed tokens to a cache of DTensors: append [B, T, H_kv, D]")
     for name, tensor in zip(call._fields, call.about):
         if tensor is not None and not isinstance(tensor, DTensor):
             remedy = "give it to distribute_tensor, with Replicate() where each process has all of it"

@@ -1,6 +1,7 @@
 """Writing new keys and values to a KV cache: `AppendCall` holds the tensors of one write, `AppendProblem` its metadata.
 
 Token t of T goes to position seqlens[b] + t of sequence b. An append does not change seqlens; the caller advances them.
+With cu_seqlens_q the tokens are packed: rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 are those of sequence b.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
-from .cache import FP8, DenseCache, Held, OfCache, PagedCache, Rotary, check_cache, check_tensor
+from .cache import FP8, DenseCache, Held, OfCache, PagedCache, Rotary, check_cache, check_offsets, check_tensor
 from .call import DTYPES, Dense, Paged
 from .memory_overlap import overlaps_itself
 
@@ -22,8 +23,8 @@ class AppendCall(NamedTuple):
     else rows.
     """
 
-    k_new: Tensor  # [B, T, H_kv, D]
-    v_new: Tensor  # [B, T, H_kv, D_v]
+    k_new: Tensor  # [B, T, H_kv, D], or packed [T, H_kv, D]
+    v_new: Tensor  # with D_v
     k: Tensor  # written
     v: Tensor  # written
     seqlens: Tensor
@@ -32,6 +33,7 @@ class AppendCall(NamedTuple):
     v_scale: Tensor | None = None
     cos: Tensor | None = None  # [S_max, rotary_dim / 2]
     sin: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None  # int32 [B + 1] of packed tokens
     interleaved: bool = False
     kernel: str = ""
 
@@ -43,17 +45,17 @@ class AppendCall(NamedTuple):
     @property
     def about(self) -> tuple[Tensor | None, ...]:
         """The tensor fields; absent ones are None."""
-        return self[:10]
+        return self[:11]
 
     @property
     def parted(self) -> tuple[list[Tensor], tuple]:
         """The tensors, pools early because their alignment matters, and a hashable tuple of the other fields. The tuple
         also records which optional tensors are absent.
         """
-        about = self[:10]
+        about = self[:11]
         absent = [field is None for field in about[4:]]
         given = [field for field in about[4:] if field is not None]
-        return [self.k_new, self.k, self.v, self.v_new, *given], ("append", *absent, *self[10:])
+        return [self.k_new, self.k, self.v, self.v_new, *given], ("append", *absent, *self[11:])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -61,7 +63,13 @@ class AppendCall(NamedTuple):
         return [field for field in self.about if field is not None]
 
     @staticmethod
-    def of(cache: DenseCache | PagedCache, k_new: Tensor, v_new: Tensor, rotary: Rotary | None) -> AppendCall:
+    def of(
+        cache: DenseCache | PagedCache,
+        k_new: Tensor,
+        v_new: Tensor,
+        rotary: Rotary | None,
+        cu_seqlens_q: Tensor | None = None,
+    ) -> AppendCall:
         """Build a call from the arguments of `append`. Raises TypeError for a wrong type of cache or rotary."""
         held = Held.of(cache)
         if rotary is not None and not isinstance(rotary, Rotary):
@@ -69,7 +77,7 @@ class AppendCall(NamedTuple):
         cos, sin, interleaved = rotary or (None, None, False)
         if not isinstance(interleaved, bool):
             raise wrong_type("rotary.interleaved", interleaved, "a bool", "pass True or False")
-        return AppendCall(k_new, v_new, *held[:4], *held[5:], cos, sin, interleaved)
+        return AppendCall(k_new, v_new, *held[:4], *held[5:], cos, sin, cu_seqlens_q, interleaved)
 
 
 def check(call: AppendCall) -> Dense | Paged:
@@ -77,8 +85,10 @@ def check(call: AppendCall) -> Dense | Paged:
     the argument.
     """
     held, new = call.held, {"k": call.k_new, "v": call.v_new}
+    packed = call.cu_seqlens_q is not None
+    leading = 1 if packed else 2  # dimensions before the heads
     for field, tensor in new.items():
-        check_tensor(f"{field}_new", tensor, "[B, T, H_kv, D]", 4)
+        check_tensor(f"{field}_new", tensor, "[T, H_kv, D]" if packed else "[B, T, H_kv, D]", leading + 2)
         if tensor.dtype not in DTYPES:
             raise InvalidProblem(
                 f"{field}_new",
@@ -86,18 +96,24 @@ def check(call: AppendCall) -> Dense | Paged:
                 "float16, bfloat16, float32 or float64",
                 "append quantizes for 8-bit caches itself",
             )
-        if tensor.shape[:2] != call.k_new.shape[:2]:
+        if tensor.shape[:leading] != call.k_new.shape[:leading]:
             raise InvalidProblem(
                 f"{field}_new",
                 f"shape {list(tensor.shape)}",
-                f"k_new's batch and tokens {list(call.k_new.shape[:2])}",
+                f"k_new's {'tokens' if packed else 'batch and tokens'} {list(call.k_new.shape[:leading])}",
                 "append both",
             )
-    layout = check_cache(held, call.k_new.shape[0], call.k_new.dtype, "k_new")
+    batch = call.k_new.shape[0]
+    if call.cu_seqlens_q is not None:
+        batch = check_offsets(call.cu_seqlens_q, call.seqlens, "k_new", call.k_new.device)
+    layout = check_cache(held, batch, call.k_new.dtype, "cu_seqlens_q" if packed else "k_new")
     for field, tensor in new.items():
         pool: Tensor = getattr(held, field)
-        if tensor.shape[2:] != pool.shape[2:]:
-            got, wanted = f"heads and width {list(tensor.shape[2:])}", f"{held.word(field)}'s {list(pool.shape[2:])}"
+        if tensor.shape[leading:] != pool.shape[2:]:
+            got, wanted = (
+                f"heads and width {list(tensor.shape[leading:])}",
+                f"{held.word(field)}'s {list(pool.shape[2:])}",
+            )
             raise InvalidProblem(f"{field}_new", got, wanted, "append what the cache was made for")
         if tensor.dtype != call.k_new.dtype:
             raise InvalidProblem(f"{field}_new", tensor.dtype, f"k_new's {call.k_new.dtype}", "give both in one dtype")
@@ -108,7 +124,7 @@ def check(call: AppendCall) -> Dense | Paged:
         if any(size > 1 and stride == 0 for size, stride in zip(pool.shape, pool.stride())):
             raise _shared(call, field)
     _check_rotary(call)
-    return layout._replace(seqlen_q=call.k_new.shape[1])
+    return layout._replace(seqlen_q=call.k_new.shape[leading - 1])
 
 
 def _shared(call: AppendCall, field: str) -> InvalidProblem:
@@ -126,7 +142,7 @@ def _check_rotary(call: AppendCall) -> None:
         return
     for name, angles in (("rotary.cos", call.cos), ("rotary.sin", call.sin)):
         check_tensor(name, angles, "[S_max, rotary_dim / 2]", 2)
-    cos, sin, width = call.cos, call.sin, call.k_new.shape[3]
+    cos, sin, width = call.cos, call.sin, call.k_new.shape[-1]
     for name, angles in (("rotary.cos", cos), ("rotary.sin", sin)):
         if not isinstance(angles, Tensor) or not isinstance(cos, Tensor):
             continue
@@ -163,6 +179,7 @@ class AppendProblem(OfCache):
     scales: tuple[bool, bool]  # whether k and v have one
     rotary_dim: int  # 0: no rotary embedding
     interleaved: bool
+    packed: bool
     kernel: str
 
     directions = ("append",)
@@ -172,14 +189,15 @@ class AppendProblem(OfCache):
         """Validate a call and describe it. Overlapping rows of a pool are detected here, not in `check`, which also
         runs on symbolic sizes.
         """
-        layout, (heads_kv, head_dim) = check(call), call.k_new.shape[2:]
+        layout, (heads_kv, head_dim) = check(call), call.k_new.shape[-2:]
         for field in ("k", "v"):
             if overlaps_itself(getattr(call, field)):
                 raise _shared(call, field)
         return AppendProblem(
-            layout, heads_kv, head_dim, call.v_new.shape[3], call.k_new.dtype, call.k.dtype,
+            layout, heads_kv, head_dim, call.v_new.shape[-1], call.k_new.dtype, call.k.dtype,
             (call.k_scale is not None, call.v_scale is not None),
-            0 if call.cos is None else 2 * call.cos.shape[1], call.interleaved, call.kernel,
+            0 if call.cos is None else 2 * call.cos.shape[1], call.interleaved, call.cu_seqlens_q is not None,
+            call.kernel,
         )  # fmt: skip
 
     @property
@@ -187,9 +205,14 @@ class AppendProblem(OfCache):
         """Whether there is nothing to write: no sequence, no token or no head."""
         return 0 in (self.layout.batch, self.layout.seqlen_q, self.heads_kv)
 
+    @property
+    def tokens(self) -> int:
+        """New tokens of all sequences."""
+        return self.layout.seqlen_q * (1 if self.packed else self.layout.batch)
+
     def __str__(self) -> str:
         words = [f"append {self.layout} H_kv={self.heads_kv} D={self.head_dim} {DTYPES[self.dtype]}"]
-        words += ["cache in float8_e4m3fn"] * (self.cache_dtype == FP8)
+        words += ["packed tokens"] * self.packed + ["cache in float8_e4m3fn"] * (self.cache_dtype == FP8)
         words += [f"rotary over {self.rotary_dim} dimensions{', interleaved' * self.interleaved}"] * bool(
             self.rotary_dim
         )

@@ -307,6 +307,21 @@ def _check_scale(held: Held, name: str, scale: Tensor, by_token: bool) -> None:
         )
 
 
+def check_offsets(offsets: Tensor, seqlens: Tensor, like: str, device: torch.device) -> int:
+    """Validate cu_seqlens_q of packed tokens `like` on `device`, and return the number of sequences."""
+    if offsets.dtype != torch.int32:
+        raise InvalidProblem("cu_seqlens_q", offsets.dtype, "torch.int32", "convert it with .to(torch.int32)")
+    if offsets.dim() != 1 or (seqlens.dim() == 1 and offsets.shape[0] != seqlens.shape[0] + 1):
+        known = f"[{seqlens.shape[0] + 1}], one more than the cache has sequences" if seqlens.dim() == 1 else "[B + 1]"
+        remedy = "give the running sum of the sequences' new tokens, from 0"
+        raise InvalidProblem("cu_seqlens_q", f"shape {list(offsets.shape)}", known, remedy)
+    check_strided("cu_seqlens_q", offsets)
+    if offsets.device != device:
+        remedy = "move all of a call's tensors to one device"
+        raise InvalidProblem("cu_seqlens_q", f"device {offsets.device}", f"{like}'s device {device}", remedy)
+    return offsets.shape[0] - 1
+
+
 def check_tensor(word: str, tensor: object, shape: str, rank: int) -> None:
     """Raise unless `tensor` is a strided tensor of `rank` dimensions with a contiguous, non-empty last dimension."""
     if not isinstance(tensor, Tensor):

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InvalidProblem
-from .cache import Held, check_tensor
+from .cache import Held, check_offsets, check_tensor
 from .call import Dense, Paged
 from .decode import DecodeCall, DecodeProblem
 from .decode import check as check_decode
-from .mask import NO_BOUND, check_strided
+from .mask import NO_BOUND
 from .problem import rows_apart
 
 
@@ -86,27 +85,10 @@ def check(call: PagedCall) -> Dense | Paged:
     """
     q, offsets = call.q, call.cu_seqlens_q
     check_tensor("q", q, "[T, H_q, D]", 3)
-    if offsets.dtype != torch.int32:
-        raise InvalidProblem("cu_seqlens_q", offsets.dtype, "torch.int32", "convert it with .to(torch.int32)")
-    batch = call.seqlens.shape[0] if call.seqlens.dim() == 1 else -1
-    if offsets.dim() != 1 or (batch >= 0 and offsets.shape[0] != batch + 1):
-        raise InvalidProblem(
-            "cu_seqlens_q",
-            f"shape {list(offsets.shape)}",
-            f"[{batch + 1}], one more than the cache has sequences" if batch >= 0 else "[B + 1]",
-            "give the running sum of the sequences' new tokens, from 0",
-        )
-    check_strided("cu_seqlens_q", offsets)
-    if offsets.device != q.device:
-        raise InvalidProblem(
-            "cu_seqlens_q",
-            f"device {offsets.device}",
-            f"q's device {q.device}",
-            "move all of a call's tensors to one device",
-        )
+    batch = check_offsets(offsets, call.seqlens, "q", q.device)
     most = q.shape[0] if call.max_seqlen_q == NO_BOUND else min(call.max_seqlen_q, q.shape[0])
     # a decode of the same heads and widths, over the cache's own number of sequences
-    layout = check_decode(call.as_decode(q[None].expand(offsets.shape[0] - 1, *q.shape)), by_token=True)
+    layout = check_decode(call.as_decode(q[None].expand(batch, *q.shape)), by_token=True)
     return layout._replace(seqlen_q=most)
 
 

@@ -14,13 +14,14 @@ from strobe.env import ENV
 from strobe.kernels.protocol import Forward
 from strobe.ops import attention as ops
 from strobe.ops import paged as ops_paged
+from strobe.problem.append import AppendCall
 from strobe.problem.paged import PagedCall, PagedProblem
 from strobe.problem.target import FAKES, Target
 from strobe.selection.select import Choice, select
 from strobe.testing import FAMILIES
 from strobe.testing.paged import PAGED, assert_paged_as_good_as
 from tests.decoding import wide_sums
-from tests.ops import test_paged
+from tests.ops import test_append_packed, test_paged
 
 pytestmark = pytest.mark.skipif(not ENV.interpret, reason="TRITON_INTERPRET is not set")
 
@@ -110,3 +111,11 @@ def test_a_batch_of_no_sequence():
         torch.randn(2, 4, 8), cache, cu_seqlens_q=torch.tensor([0]), kernel="portable", return_lse=True
     )
     assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("paged, fp8, rotary", [(True, False, False), (False, True, True), (True, True, False)])
+def test_append_of_packed_tokens(paged, fp8, rotary, monkeypatch):
+    monkeypatch.setattr(
+        AppendCall, "of", staticmethod(lambda *given, of=AppendCall.of: of(*given)._replace(kernel="portable"))
+    )
+    test_append_packed.as_each_alone(paged, fp8, rotary, "cpu")

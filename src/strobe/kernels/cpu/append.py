@@ -9,33 +9,43 @@ from ...problem.append import AppendCall, AppendProblem
 from ...problem.cache import FP8, to_fp8
 from ..protocol import Plan
 from ..runtime import error_flags
+from .pieces import offsets_of
 from .tiles import wide
 
 
 def run(plan: Plan, call: AppendCall, tensors: None, workspace: dict[str, Tensor]) -> None:
     problem: AppendProblem = plan.problem
-    position = call.seqlens.long()[:, None] + torch.arange(problem.layout.seqlen_q)
+    batch, rank, place = _tokens(call, problem)
+    position = call.seqlens.long()[batch] + rank
     inside = (position >= 0) & (position < problem.capacity)
     if not inside.all():
         error_flags.report(call.k.device, error_flags.NO_ROOM)
-    token = inside.nonzero()  # [n, 2]: sequence and token
-    position = position[inside]
-    page = (
-        token[:, 0] if call.page_table is None else call.page_table[token[:, 0], position // problem.page_size].long()
-    )
+    batch, place, position = batch[inside], place[inside], position[inside]
+    page = batch if call.page_table is None else call.page_table[batch, position // problem.page_size].long()
     present = (page >= 0) & (page < call.k.shape[0])
     if not present.all():
         error_flags.report(call.k.device, error_flags.PAGES)
-    token, position, page = token[present], position[present], page[present]
+    place, position, page = place[present], position[present], page[present]
     row = position % max(1, problem.page_size)
     dtype = wide(problem.dtype)
-    k, v = (new[token[:, 0], token[:, 1]].to(dtype) for new in (call.k_new, call.v_new))
+    k, v = (new.reshape(-1, *new.shape[-2:])[place].to(dtype) for new in (call.k_new, call.v_new))
     if call.cos is not None and call.sin is not None:
         k = _turned(k, (call.cos, call.sin), position, call.interleaved)
     for pool, new, scale in ((call.k, k, call.k_scale), (call.v, v, call.v_scale)):
         if pool.dtype == FP8:  # torch cannot index 8-bit floats, so their bytes are used
             pool, new = pool.view(torch.uint8), to_fp8(new, scale).view(torch.uint8)
         pool[page, row] = new.to(pool.dtype)
+
+
+def _tokens(call: AppendCall, problem: AppendProblem) -> tuple[Tensor, Tensor, Tensor]:
+    """(sequence, rank in it, row of the packed k_new) of each new token that has a sequence."""
+    row = torch.arange(problem.tokens)
+    if call.cu_seqlens_q is None:
+        return row // problem.layout.seqlen_q, row % problem.layout.seqlen_q, row
+    offsets = torch.tensor(offsets_of("cu_seqlens_q", call.cu_seqlens_q, problem.tokens))
+    batch = torch.repeat_interleave(torch.arange(problem.layout.batch), offsets.diff())
+    row = row[int(offsets[0]) : int(offsets[-1])]
+    return batch, row - offsets[batch], row
 
 
 def _turned(k: Tensor, angles: tuple[Tensor, Tensor], position: Tensor, interleaved: bool) -> Tensor:

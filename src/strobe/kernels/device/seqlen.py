@@ -46,6 +46,20 @@ def find_sequence(cu_seqlens, tile, n, total, block: tl.constexpr, group: tl.con
 
 
 @triton.jit
+def sequence_of_row(cu_seqlens, row, n, total):
+    """(sequence, its first row, its number of rows) of a row, among the n + 2 sequences of `offset_at`."""
+    low = 0
+    high = n + 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        reached = offset_at(cu_seqlens, middle, n, total) <= row
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    start, length = span_of(cu_seqlens, low, n, total)
+    return low, start, length
+
+
+@triton.jit
 def span_of(cu_seqlens, sequence, n, total):
     """(start, length) of one of the n + 2 sequences; length 0 where offsets fall."""
     start = offset_at(cu_seqlens, sequence, n, total)

@@ -5,22 +5,9 @@ tokens than promised. In Triton.
 import triton
 import triton.language as tl
 
-from ..device.seqlen import LONG_Q, OFFSETS_Q, guard_offsets, offset_at
+from ..device.seqlen import LONG_Q, OFFSETS_Q, guard_offsets, sequence_of_row
 
 LANES = tl.constexpr(128)
-
-
-@triton.jit
-def sequence_of_row(cu_seqlens, row, n, total):
-    """(sequence, its number of rows) of a row of q, among the n + 2 sequences of `offset_at`."""
-    low = 0
-    high = n + 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        reached = offset_at(cu_seqlens, middle, n, total) <= row
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, high, middle - 1)
-    return low, offset_at(cu_seqlens, low + 1, n, total) - offset_at(cu_seqlens, low, n, total)
 
 
 @triton.jit
@@ -33,7 +20,7 @@ def other_rows_kernel(tensors, errors, strides, shape, heads_q, width: tl.conste
     if row == 0:
         lanes = tl.arange(0, LANES)
         guard_offsets(tensors.cu_seqlens_q, n, total, shape.seqlen_q, lanes, errors, OFFSETS_Q, LONG_Q)
-    sequence, tokens = sequence_of_row(tensors.cu_seqlens_q, row, n, total)
+    sequence, _, tokens = sequence_of_row(tensors.cu_seqlens_q, row, n, total)
     is_outside = (sequence == 0) | (sequence > n)
     if is_outside | (tokens > shape.seqlen_q):
         columns = tl.arange(0, block)

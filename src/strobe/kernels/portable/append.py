@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..device.seqlen import OFFSETS_Q, guard_offsets, sequence_of_row
 from ..runtime.error_flags import NO_ANGLE as _NO_ANGLE
 from ..runtime.error_flags import NO_ROOM as _NO_ROOM
 from ..runtime.error_flags import PAGES as _PAGES
@@ -78,9 +79,21 @@ def append_kernel(tensors, caches, scales, rotary, errors, strides, shape, trait
     head = (pid % shape.heads_kv).to(tl.int64)
     token = (pid // shape.heads_kv % shape.seqlen).to(tl.int64)
     batch = (pid // shape.heads_kv // shape.seqlen).to(tl.int64)
-    position = tl.load(tensors.seqlens + batch).to(tl.int64) + token
+    rank = token  # within its sequence
+    if traits.packed:
+        if pid == 0:
+            guard_offsets(tensors.cu_seqlens_q, shape.batch, shape.seqlen, -1, tl.arange(0, 32), errors, OFFSETS_Q, 0)
+        sequence, start, _ = sequence_of_row(tensors.cu_seqlens_q, token.to(tl.int32), shape.batch, shape.seqlen)
+        is_inside = (sequence > 0) & (sequence <= shape.batch)
+        rank = token - start
+        batch = tl.where(is_inside, sequence - 1, 0).to(tl.int64)
+    position = tl.load(tensors.seqlens + batch).to(tl.int64) + rank
     room = (position >= 0) & (position < shape.capacity)
-    tl.atomic_or(errors, NO_ROOM, mask=room == 0, sem="relaxed")
+    missing = room == 0
+    if traits.packed:
+        missing = missing & is_inside
+        room = room & is_inside
+    tl.atomic_or(errors, NO_ROOM, mask=missing, sem="relaxed")
     page = batch
     row = position
     row_ok = room
@@ -94,7 +107,7 @@ def append_kernel(tensors, caches, scales, rotary, errors, strides, shape, trait
     # its key and value
     d = tl.arange(0, traits.block_d)
     dv = tl.arange(0, traits.block_dv)
-    k_new = row_at(tensors.k_new, strides.k_new, batch, token, head)
+    k_new = row_at(tensors.k_new, strides.k_new, batch, token, head)  # the batch's stride is 0 where rows are packed
     v_new = row_at(tensors.v_new, strides.v_new, batch, token, head)
     k = tl.load(k_new + d, mask=row_ok & (d < traits.head_dim), other=0.0).to(traits.accumulator)
     v = tl.load(v_new + dv, mask=row_ok & (dv < traits.head_dim_v), other=0.0).to(traits.accumulator)

@@ -223,10 +223,11 @@ class PagedShape(NamedTuple):
 
 
 class AppendTensors(NamedTuple):
-    k_new: Any  # [B, S, H_kv, D]
+    k_new: Any  # [B, S, H_kv, D], or packed [S, H_kv, D]
     v_new: Any
     seqlens: Any  # [B]
     page_table: Any
+    cu_seqlens_q: Any  # [B + 1] of packed tokens
 
 
 class Caches(NamedTuple):
@@ -264,6 +265,7 @@ class AppendShape(NamedTuple):
     page_size: Any
     num_pages: Any
     max_pages: Any
+    batch: Any  # sequences of packed tokens; else None
 
 
 # ---------------------------------------------------------------- in kernels

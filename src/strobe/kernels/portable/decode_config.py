@@ -231,6 +231,7 @@ class AppendTraits(Constants, Widths):
     paged: bool
     rotary_dim: int
     interleaved: bool
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,9 @@ class PortableAppend:
         widths = problem.head_dim, problem.head_dim_v
         rotary = problem.rotary_dim, problem.interleaved
         return AppendConfig(
-            AppendTraits(DTYPES[problem.dtype], problem.cache_dtype == FP8, *widths, problem.paged, *rotary)
+            AppendTraits(
+                DTYPES[problem.dtype], problem.cache_dtype == FP8, *widths, problem.paged, *rotary, problem.packed
+            )
         )
 
     def cost(self, problem: AppendProblem) -> Cost:

@@ -90,6 +90,7 @@ def run_append(plan: Plan, call: AppendCall) -> None:
         call.v_scale,
         call.cos,
         call.sin,
+        call.cu_seqlens_q,
         word,
     )
     launcher.start(plan, "append", moving, lambda: append_launch(plan, call, word))
@@ -103,16 +104,23 @@ def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:
     if call.cos is not None and call.sin is not None:
         rotary = RotaryStrides(call.cos.stride(0), call.sin.stride(0), call.cos.shape[0])
     arguments = (
-        AppendTensors(call.k_new, call.v_new, call.seqlens, call.page_table),
+        AppendTensors(call.k_new, call.v_new, call.seqlens, call.page_table, call.cu_seqlens_q),
         Caches(k, v),
         PerKeyHead(call.k_scale, call.v_scale),
         RotaryTables(call.cos, call.sin),
         word,
-        AppendStrides(strides_of(call.k_new), strides_of(call.v_new), strides_of(k), strides_of(v), rotary),
-        AppendShape(layout.seqlen_q, problem.heads_kv, problem.capacity, problem.page_size, *pages_of(layout)),
+        AppendStrides(_new_strides(call.k_new), _new_strides(call.v_new), strides_of(k), strides_of(v), rotary),
+        AppendShape(
+            layout.seqlen_q,
+            problem.heads_kv,
+            problem.capacity,
+            problem.page_size,
+            *pages_of(layout),
+            layout.batch if problem.packed else None,
+        ),
         traits,
     )
-    return Launch(append.append_kernel, layout.batch * layout.seqlen_q * problem.heads_kv, arguments, {"num_warps": 1})
+    return Launch(append.append_kernel, problem.tokens * problem.heads_kv, arguments, {"num_warps": 1})
 
 
 def stored(pool: Tensor, as_bytes: bool) -> Tensor:
@@ -121,6 +129,11 @@ def stored(pool: Tensor, as_bytes: bool) -> Tensor:
 
 def strides_of(tensor: Tensor) -> Strides:
     return Strides(*tensor.stride()[:3])
+
+
+def _new_strides(tensor: Tensor) -> Strides:
+    """Of new keys or values, packed or not."""
+    return strides_of(tensor) if tensor.dim() == 4 else Strides(0, *tensor.stride()[:2])
 
 
 def pages_of(layout: Any) -> tuple[int, int]:
