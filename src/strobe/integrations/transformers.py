@@ -4,6 +4,6 @@
 >>> strobe.integrations.transformers.register()
 """
 
-from ..compat.transformers import BATCHING_NAME, NAME, continuous_batching, register
+from ..compat.transformers import BATCHING_NAME, NAME, context_parallel, continuous_batching, register
 
-__all__ = ["BATCHING_NAME", "NAME", "continuous_batching", "register"]
+__all__ = ["BATCHING_NAME", "NAME", "context_parallel", "continuous_batching", "register"]

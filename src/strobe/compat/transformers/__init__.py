@@ -16,6 +16,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ...errors import describe
+from .context import context_parallel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -140,4 +141,4 @@ def _check_version() -> None:
         raise ImportError(describe("transformers", found, f"{wanted} or later", remedy))
 
 
-__all__ = ["continuous_batching", "register"]
+__all__ = ["context_parallel", "continuous_batching", "register"]

@@ -23,6 +23,7 @@ import strobe
 
 from ...errors import InvalidProblem, UnsupportedProblem, describe
 from ..signatures import rows_contiguous
+from .context import active_plan, mask_of_plan
 from .layer_mask import SDPA, Band, LayerMask
 
 
@@ -59,6 +60,9 @@ def attention(
         "softcap": keywords.get("softcap") or None,
         "sinks": keywords.get("s_aux"),
     }
+    plan = active_plan()
+    if plan is not None:
+        return strobe.attention(q, k, v, mask=mask_of_plan(plan), context_parallel=plan, **options), None
     packing = _packing(layer_mask, q, k, keywords)
     if isinstance(packing, Offsets):
         return strobe.attention_varlen(q[0], k[0], v[0], **packing._asdict(), **options)[None], None

@@ -21,6 +21,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ...errors import UnsupportedProblem, describe
 from ...problem.mask import Mask, documents
+from .context import active_plan, planned_mask
 from .layer_mask import SDPA, Band, LayerMask
 
 
@@ -36,6 +37,11 @@ def mask(
     asked = _Asked(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, rest.get("device", "cpu")
     )
+    if active_plan() is not None:
+        sizes = q_length, kv_length
+        return planned_mask(pattern.band, pattern.chunked, attention_mask, sizes).to_tensor(
+            batch_size, q_length, asked.device
+        )
     layer_mask = _row(asked, rest) if q_length == 1 and not asked.aligned(pattern) else _rows(asked, pattern)
     plain = (
         layer_mask.hidden is None
