@@ -29,7 +29,8 @@ def run_paged(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tens
     """Schedule, attend, and combine where tiles may be split."""
     word = error_flags.word(call.q.device)
     launches: list[launcher.RecordedLaunch | None] = []
-    moving = (*call.about, *t, *workspace.values(), word)
+    lists = work_list(workspace["work"], plan.problem.layout.batch, plan.config.max_items)
+    moving = (*call.about, *t, *lists, workspace.get("partials"), workspace.get("lse_partials"), word)
     names = ("schedule", "attend", "combine") if plan.config.max_partials else ("schedule", "attend")
     for name in names:
         key = (name, t.out.stride())
