@@ -1,4 +1,4 @@
-"""What a repeated launch of packed queries over a cache needs: every address of its arguments is known to the launcher."""
+"""What a repeated launch of packed queries over a cache needs: the launcher knows every address of its arguments."""
 
 from __future__ import annotations
 
