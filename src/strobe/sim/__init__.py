@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checks import Checks
+    from .host import cuda_on_cpu
     from .launch import Run, simulate
     from .report import KINDS, Report, SimulationFault
 
-__all__ = ["KINDS", "Checks", "Report", "Run", "SimulationFault", "simulate"]
+__all__ = ["KINDS", "Checks", "Report", "Run", "SimulationFault", "cuda_on_cpu", "simulate"]
 _HOMES = {
     "Checks": "checks",
     "KINDS": "report",
     "Report": "report",
     "Run": "launch",
     "SimulationFault": "report",
+    "cuda_on_cpu": "host",
     "simulate": "launch",
 }
 

@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from .checks import USUAL, Checks
+from .host import answers, capability_of
 from .launch import simulate
 from .mutate import MODULE, Mutant, mutants
 from .scene import FAILURES, Scene, replaced
@@ -70,7 +71,8 @@ def campaign(
         if (file, mutant.function) in entered or mutant.function == MODULE
     ]
     verdicts = []
-    with tempfile.TemporaryDirectory() as folder:
+    # a file may ask for the device's properties when it is imported
+    with tempfile.TemporaryDirectory() as folder, answers(capability_of(target), sms=4):
         for number, (file, mutant) in enumerate(changed):
             with replaced(file, mutant.source, Path(folder) / f"mutant_{number}", scene.path) as module:
                 said = _verdict(lambda *how: _run_mutant(scene, module, target, expected, *how), all_detectors, checks)

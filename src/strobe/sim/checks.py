@@ -22,6 +22,7 @@ class Checks:
         contraction: results that change if the compiler fuses a product into the sum that follows it.
         coverage: tensors that a launch writes without reading: elements that it leaves out, or writes more than once.
         overflow: integers that wrap around.
+        every_config: each configuration of an autotuned kernel runs; otherwise the first does.
         max_iterations: the most iterations of one loop. A loop that runs for more is reported, and the launch ends.
         hints: `tl.multiple_of` and `tl.max_contiguous` that are false.
     """
@@ -33,6 +34,7 @@ class Checks:
     coverage: bool = False
     overflow: bool = False
     hints: bool = False
+    every_config: bool = False
     max_iterations: int = MAX_ITERATIONS
 
 

@@ -8,11 +8,13 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from .campaign import Verdict, campaign, explain, summary, timed
 from .checks import Checks
+from .host import cuda_on_cpu
 from .launch import simulate
 from .options import MODES, parse
 from .report import Report, SimulationFault
@@ -29,7 +31,8 @@ def run(argv: Sequence[str]) -> int:
         scene = Scene(
             arguments.scene, arguments.arguments, arguments.grid, {"num_warps": arguments.num_warps}, arguments.seed
         )
-        return _mutate(scene, arguments) if arguments.mutate else _run(scene, arguments)
+        with cuda_on_cpu(arguments.target, sms=arguments.sms) if arguments.cuda else nullcontext():
+            return _mutate(scene, arguments) if arguments.mutate else _run(scene, arguments)
     except SceneError as error:
         print(f"strobe sim: {error}", file=sys.stderr)
     except SystemExit as ended:  # passing on a status of 0 would mean "no findings"
@@ -71,6 +74,7 @@ def _is_json(path: Path) -> bool:
 
 def _checks(arguments: argparse.Namespace) -> Checks:
     also = [*(arguments.check or ()), *(["atomic_order"] if arguments.ordered else [])]
+    also += ["every_config"] if arguments.all_configs else []
     return Checks(max_iterations=arguments.max_iterations, **dict.fromkeys(also, True))
 
 

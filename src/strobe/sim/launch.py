@@ -18,12 +18,12 @@ from triton.compiler.code_generator import str_to_ty
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.language.core import base_value, constexpr
-from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, KernelParam
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .builder import Builder
 from .checks import USUAL, Checks
+from .host import answers, capability_of
 from .interpreter import Interpreter
 from .layouts import Layouts
 from .machine import MODES, Machine
@@ -121,7 +121,7 @@ def simulate(
     Raises ValueError for an unknown target or mode, TypeError for tensors that are not on the CPU, and SimulationFault
     for findings.
     """
-    capability = _capability(target)
+    capability = capability_of(target)
     if mode not in MODES:
         raise ValueError(f"mode: got {mode!r}, expected one of {', '.join(MODES)}")
     reports = Reports(max_reports)
@@ -140,20 +140,21 @@ def simulate(
         if warmup:
             return made.setdefault(
                 _constants(fn, arguments, keywords),
-                SimpleNamespace(packed_metadata=(keywords.get("num_warps", 4), 1, 0)),
+                SimpleNamespace(
+                    packed_metadata=(keywords.get("num_warps", 4), 1, 0),
+                    n_regs=64,
+                    n_spills=0,
+                    metadata=SimpleNamespace(shared=1024, num_warps=keywords.get("num_warps", 4)),
+                    _init_handles=lambda: None,
+                ),
             )
         warm = made.get(_constants(fn, arguments, keywords)) if made else None
         cluster_size = 1 if warm is None else warm.packed_metadata[1]
         return _Launch(run, capability, fn).run(arguments, keywords, grid, cluster_size)
 
-    properties = SimpleNamespace(
-        multi_processor_count=sms, name="simulated", major=capability // 10, minor=capability % 10
-    )
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", launch))
-        patches.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
-        patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(capability, 10)))
-        patches.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties))
+        patches.enter_context(answers(capability, sms, checks.every_config))
         patches.enter_context(names_when_asked())
         with contextlib.suppress(Stop):
             yield run
@@ -167,33 +168,6 @@ def _constants(fn: JITFunction, arguments: tuple[object, ...], keywords: dict[st
         *arguments, **{name: value for name, value in keywords.items() if name in fn.arg_names}
     ).arguments
     return id(fn), repr([bound.get(parameter.name) for parameter in fn.params if parameter.is_constexpr])
-
-
-def _capability(target: str) -> int:
-    number = target.removeprefix("sm_").rstrip("a")
-    if not number.isdigit() or int(number) not in SHARED_KIB:
-        known = ", ".join(f"sm_{known}" for known in SHARED_KIB)
-        raise ValueError(f"target: got {target!r}, expected one of {known}")
-    return int(number)
-
-
-class _Driver:
-    """The part of Triton's active driver that a launch uses."""
-
-    def __init__(self, capability: int):
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 _LAYOUTS: dict[tuple[int, int, int], Layouts] = {}

@@ -75,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=("read_fences", "atomic_order", "contraction", "coverage", "overflow", "hints"),
         help="look for these faults too; repeatable",
     )
+    made.add_argument("--cuda", action="store_true", help="serve tensors that the file asks for on cuda from the CPU")
+    made.add_argument("--all-configs", action="store_true", help="run each configuration of autotuned kernels")
     made.add_argument("--fuse", action="store_true", help="round a product and the sum behind it once, as GPUs do")
     made.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write a timeline of modelled time (.html, .svg, .json)"

@@ -17,7 +17,7 @@ from .memory import Memory
 
 def register(machine: Machine, name: str, tensor: torch.Tensor) -> Memory:
     """The memory of a tensor's storage. All tensors of one storage share it."""
-    if tensor.device.type != "cpu":
+    if tensor.untyped_storage().device.type != "cpu":
         raise TypeError(
             f"{name}: got a tensor on {tensor.device}, expected one on the CPU: the simulator reads its memory directly"
         )
@@ -56,7 +56,7 @@ def _alive() -> list[tuple[int, int, torch.Tensor]]:
     for one in gc.get_objects():
         if not issubclass(type(one), torch.Tensor) or type(one).__module__.startswith("torch._subclasses"):
             continue
-        if one.layout is torch.strided and one.device.type == "cpu":
+        if one.layout is torch.strided and one.untyped_storage().device.type == "cpu":
             storage = one.untyped_storage()
             low = storage.data_ptr()
             if low and (low not in found or storage.nbytes() == one.numel() * one.element_size()):

@@ -1,0 +1,180 @@
+"""Host code as users write it: autotuned kernels, device queries, tensors asked for on "cuda"."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from strobe.sim import Checks, cuda_on_cpu, simulate
+from strobe.sim.command import run as command
+
+
+def first_that_fits(configs, named, **keywords):
+    return [config for config in configs if config.kwargs["BLOCK"] <= named["n"]]
+
+
+@triton.autotune(
+    [triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in ((1024, 8), (64, 2), (32, 1))],
+    key=["n"],
+    prune_configs_by={"early_config_prune": first_that_fits},
+    restore_value=["x"],
+)
+@triton.heuristics({"EVEN": lambda named: named["n"] % named["BLOCK"] == 0})
+@triton.jit
+def grown_kernel(x, blocks, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, tl.load(x + at, mask=EVEN | (at < n)) + 1, mask=EVEN | (at < n))
+    tl.atomic_add(blocks + BLOCK // 32, 1)
+
+
+@pytest.mark.parametrize("every, ran", [(False, [0, 0, 2]), (True, [0, 4, 2])])
+def test_an_autotuned_kernel_runs_its_first_configuration_or_each(every, ran):
+    """The first configuration is pruned. Each run but the last is undone, as the autotuner's hooks say."""
+    x, blocks = torch.zeros(100), torch.zeros(40, dtype=torch.int32)
+    with simulate("sm_90", checks=Checks(every_config=every)):
+        grown_kernel[lambda named: (triton.cdiv(100, named["BLOCK"]),)](x, blocks, 100)
+    assert torch.equal(x, torch.ones(100))
+    assert blocks[[32, 1, 2]].tolist() == ([0, 0, 2] if not every else [0, 4, 2])
+    assert grown_kernel.best_config.kwargs["BLOCK"] == (32 if every else 64)
+
+
+def test_host_code_reads_the_targets_properties():
+    with simulate("sm_100", sms=7):
+        active = triton.runtime.driver.active
+        properties = active.utils.get_device_properties(active.get_current_device())
+        assert properties["multiprocessor_count"] == 7 and properties["max_shared_mem"] == 227 * 1024
+        assert active.get_current_target().arch == 100
+        assert torch.cuda.get_device_properties("cuda").multi_processor_count == 7
+        assert torch.cuda.get_device_capability() == (10, 0) and torch.cuda.current_device() == 0
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(), end.record(), torch.cuda.synchronize()
+        assert begin.elapsed_time(end) == 0.0
+
+
+@triton.jit
+def doubled_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+
+
+class Doubled(torch.autograd.Function):
+    """As libraries write it: for CUDA alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        assert x.is_cuda and x.device.type == "cuda"
+        out = torch.empty_like(x)
+        with torch.cuda.device(x.device):
+            doubled_kernel[lambda named: (triton.cdiv(x.numel(), named["BLOCK"]),)](x, out, x.numel(), BLOCK=64)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        dout, dx = dout.contiguous(), torch.full(dout.shape, torch.nan, device="cuda")
+        doubled_kernel[(triton.cdiv(dout.numel(), 64),)](dout, dx, dout.numel(), BLOCK=64)
+        return dx
+
+
+def test_code_for_cuda_runs_unedited():
+    with cuda_on_cpu("sm_90"), simulate("sm_90"):
+        device = triton.runtime.driver.active.get_active_torch_device()
+        x = torch.randn(100, device=device, requires_grad=True)
+        out = Doubled.apply(x)
+        out.sum().backward()
+        torch.testing.assert_close(out.cpu(), 2 * x.detach().cpu())
+        assert torch.cuda.is_available() and out.device == device
+        assert torch.equal(x.grad, torch.full([100], 2.0, device="cuda"))
+    assert not x.is_cuda and (torch.cuda.is_available() or x.device.type == "cpu")
+
+
+def test_moves_between_devices_are_copies():
+    with cuda_on_cpu():
+        here = torch.zeros(4)
+        there = [here.cuda(), here.to("cuda"), here.to(device="cuda:0"), here.to(torch.device("cuda"), torch.float64)]
+        for copy in there:
+            copy += 1
+        assert here.tolist() == [0.0] * 4
+        back = there[0].cpu()
+        there[0] += 1
+        assert back.tolist() == [1.0] * 4
+        assert torch.arange(3, device="cuda").sum().item() == 3
+
+
+def test_benchmarks_run_once():
+    calls = []
+    with cuda_on_cpu():
+        assert triton.testing.do_bench(lambda: calls.append(1), quantiles=[0.5, 0.2]) == [1.0, 1.0]
+    assert calls == [1]
+
+
+@triton.jit
+def warmed_kernel(x, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), 1.0)
+
+
+def test_a_warm_up_answers_for_the_resources_of_a_kernel():
+    """The occupancy that Triton's softmax tutorial computes."""
+    with simulate("sm_90"):
+        kernel = warmed_kernel.warmup(torch.zeros(4), BLOCK=4, num_warps=8, grid=(1,))
+        kernel._init_handles()
+        limits = triton.runtime.driver.active.utils.get_device_properties(0)
+        assert limits["max_num_regs"] // (kernel.n_regs * 32 * 8) > 0
+        assert limits["max_shared_mem"] // kernel.metadata.shared > 0
+
+
+def test_an_unknown_target_is_told():
+    with pytest.raises(ValueError, match="target: got 'sm_7', expected one of sm_80"), cuda_on_cpu("sm_7"):
+        pass
+
+
+# ---------------------------------------------------------------- files that are written for a GPU
+
+WRITTEN_FOR_CUDA = """
+import torch, triton
+import triton.language as tl
+
+SMS = triton.runtime.driver.active.utils.get_device_properties(0)["multiprocessor_count"]
+DEVICE = triton.runtime.driver.active.get_active_torch_device()
+
+@triton.jit
+def ticket_kernel(x, out, count, n, LAST: tl.constexpr):
+    tl.store(out + tl.program_id(0), tl.load(x + tl.program_id(0)) + 1)
+    if tl.atomic_add(count, 1, sem="acq_rel") == LAST:
+        tl.store(out + n, tl.sum(tl.load(out + tl.arange(0, 4))))
+
+def run(correct=True):
+    assert DEVICE.type in ("cuda", "cpu")
+    x = torch.arange(4.0, device=DEVICE)
+    out = torch.full([5], float("nan"), device=DEVICE)
+    ticket_kernel[(4,)](x, out, torch.zeros(1, dtype=torch.int32, device=DEVICE), 4 if correct else 5, LAST=3)
+    return out
+
+def test_sum():
+    out = run()
+    assert out.is_cuda and out[4].item() == 10
+
+def test_fault():
+    run(correct=False)
+"""
+
+
+def test_a_file_that_asks_for_the_device_at_import_runs_from_the_command_line(tmp_path, capsys):
+    file = tmp_path / "written_for_cuda.py"
+    file.write_text(WRITTEN_FOR_CUDA)
+    assert command([f"{file}::run", "--mode", "pct", "--cuda"]) == 0
+    sys.modules.pop("written_for_cuda")
+    assert command([f"{file}::run", "--mutate"]) == 0
+    assert "weaken order" in capsys.readouterr().out
+    sys.modules.pop("written_for_cuda")
+
+
+def test_a_test_file_that_is_written_for_a_gpu_runs_unedited(tmp_path):
+    file = tmp_path / "test_for_cuda.py"
+    file.write_text(WRITTEN_FOR_CUDA)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--simulate", "sm_90", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "bounds: global store leaves out (0 elements before its start, 1 past its end" in done.stdout
