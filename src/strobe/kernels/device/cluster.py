@@ -1,14 +1,14 @@
-"""Programs of a cluster run at the same time and write into each other's shared memory. They are as many as a launch says, and follow each other by
-number.
+"""Programs of a cluster run at the same time and write into each other's shared memory (DSMEM). A launch says how many
+they are; they have consecutive program numbers.
 
-    box = inbox(bytes)              of shared memory, the same address in all of them
-    open_inbox(box, ...)            so many bytes will come; this program is there
-    cluster_wait()                  all are there, and their inboxes open
+    box = inbox(bytes)              shared memory at the same address in all of them
+    open_inbox(box, ...)            the inbox expects its bytes; this program has arrived at the cluster's barrier
+    cluster_wait()                  all programs have arrived, and their inboxes are open
     send(...)                       two numbers into the inbox of one of them
-    await_inbox(box, ...)           all bytes have come
-    received(...)
+    await_inbox(box, ...)           all bytes have arrived
+    received(...)                   the numbers at places of the inbox
 
-Who has got all that it waits for may end: nothing else is sent to it, and what it sent needs it no longer.
+A program may end once its inbox is full: nothing else is sent to it, and what it sent lies in the receivers' memory.
 
 Source: PTX ISA, barrier.cluster, mapa, st.async and mbarrier's transactions.
 """
@@ -18,13 +18,13 @@ from .dialect import gl, gluon
 
 @gluon.constexpr_function
 def _room(size):
-    """With an mbarrier behind it, a whole number of KiB: what a kernel allocates begins behind it, and is aligned to one."""
+    """Bytes of an inbox with its mbarrier, in whole KiB: the kernel's own allocation follows, and is aligned to one."""
     return (size + 8 + 1023) // 1024 * 1024
 
 
 @gluon.jit
 def inbox(size: gl.constexpr):
-    """The address of `size` bytes, besides what the kernel allocates."""
+    """The address of `size` bytes of shared memory, besides the kernel's own allocation."""
     text: gl.constexpr = _inbox_text(_room(size))
     return gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -36,12 +36,14 @@ def _inbox_text(room):
 
 @gluon.jit
 def open_inbox(box, size: gl.constexpr):
-    """Let `size` bytes come, and say that this program is there."""
+    """Expect `size` bytes, and arrive at the cluster's barrier."""
     text: gl.constexpr = _open_text(size)
     threads: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     thread = gl.arange(0, 32 * gl.num_warps(), threads)
     gl.inline_asm_elementwise(text, "=r,r,r", [thread * 0 + box, thread], dtype=gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise("barrier.cluster.arrive.release.aligned; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release.aligned; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.constexpr_function
@@ -55,13 +57,17 @@ def _open_text(size):
 
 @gluon.jit
 def cluster_wait():
-    """Wait until all programs of the cluster are there."""
-    gl.inline_asm_elementwise("barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    """Wait until all programs of the cluster have arrived."""
+    gl.inline_asm_elementwise(
+        "barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def send(pairs, place, program, box, mask, size: gl.constexpr):
-    """Numbers [.., 2 n], of which each thread holds pairs and no two threads the same, to `place` in the inbox of `program`, both of their shape."""
+    """Send numbers [.., 2 n] to `place` in the inbox of `program`, both of the same shape. A thread holds pairs of the
+    numbers, and no two threads hold the same.
+    """
     text: gl.constexpr = _send_text(size)
     arguments = [pairs, place, program, place * 0 + box, (place * 0 + mask).to(gl.int32)]
     gl.inline_asm_elementwise(text, "=r,=r,f,f,r,r,r,r,r,r,r,r", arguments, dtype=gl.int32, is_pure=False, pack=2)
@@ -72,13 +78,14 @@ def _send_text(size):
     return (
         "{ .reg .pred sent; .reg .b32 there, bell; setp.ne.b32 sent, $10, 0; "
         f"mapa.shared::cluster.u32 there, $4, $6; add.u32 bell, $8, {size}; mapa.shared::cluster.u32 bell, bell, $6; "
-        "@sent st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {$2, $3}, [bell]; } mov.u32 $0, 0; mov.u32 $1, 0;"
+        "@sent st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {$2, $3}, [bell]; } "
+        "mov.u32 $0, 0; mov.u32 $1, 0;"
     )
 
 
 @gluon.jit
 def await_inbox(box, size: gl.constexpr):
-    """Wait until all bytes have come."""
+    """Wait until all bytes have arrived."""
     text: gl.constexpr = _await_text(size)
     gl.inline_asm_elementwise(text, "=r,r", [box], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -92,4 +99,6 @@ def _await_text(size):
 @gluon.jit
 def received(place):
     """The numbers at these places of the inbox."""
-    return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [place], dtype=gl.float32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "ld.shared.f32 $0, [$1];", "=f,r", [place], dtype=gl.float32, is_pure=False, pack=1
+    )

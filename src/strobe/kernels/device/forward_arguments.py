@@ -11,7 +11,7 @@ class ShapeParams(NamedTuple):
     seqlen_q: Any  # or all packed query tokens
     seqlen_k: Any
     num_m_blocks: Any  # of a head
-    l2_heads: Any  # heads that are walked together, so that their keys and values stay in L2
+    l2_heads: Any  # heads that are processed together, so that their keys and values stay in L2
     # key ranges: rows between the end of one batch entry and the start of the next
     gap_q: Any = None
     gap_k: Any = None
@@ -19,7 +19,9 @@ class ShapeParams(NamedTuple):
 
 
 class WindowParams(NamedTuple):
-    """Bounds of the mask relative to the diagonal, and lengths that callers of packed sequences promised (negative: none), int32."""
+    """Bounds of the mask relative to the diagonal, and lengths that callers of packed sequences promised (negative:
+    none), int32.
+    """
 
     left: Any
     right: Any
@@ -32,7 +34,9 @@ class SoftmaxParams(NamedTuple):
 
     scale_log2: Any  # value of a raw score in log2 units
     softcap: Any  # scale / cap
-    score_scale: Any = None  # score_mod: the score in natural units that a raw score of 1 stands for; scale_log2 is then log2(e)
+    score_scale: Any = (
+        None  # score_mod: the score in natural units that a raw score of 1 stands for; scale_log2 is then log2(e)
+    )
 
 
 class BlockLists(NamedTuple):

@@ -1,7 +1,8 @@
-"""A product's tile as its threads hold it: four lanes of a warp share a row, and a thread has elements of two rows, eight rows apart.
+"""A product's tile as its threads hold it: four lanes of a warp share a row, and a thread has elements of two rows,
+eight rows apart.
 
-What a lane knows of a row, its own sum or what all four agree on, is a tile [M, 4] in the layout `lanes_of`: a register a row. Nothing here moves
-between threads; each conversion says so.
+What a lane knows of a row, such as its own sum, is a tile [M, 4] in the layout `lanes_of`: a register for each row.
+Nothing here moves data between threads; each conversion asserts that.
 """
 
 from .dialect import gl, gluon
@@ -39,20 +40,25 @@ def over_lanes(numbers, tile):
     layout: gl.constexpr = _by_lanes(tile).type.layout
     spread = gl.convert_layout(numbers, gl.SliceLayout(1, gl.SliceLayout(3, layout)), assert_trivial=True)
     spread = gl.expand_dims(gl.expand_dims(spread, 1), 3)
-    return gl.convert_layout(gl.reshape(gl.broadcast(spread, _by_lanes(tile))[0], tile.shape), tile.type.layout, assert_trivial=True)
+    return gl.convert_layout(
+        gl.reshape(gl.broadcast(spread, _by_lanes(tile))[0], tile.shape), tile.type.layout, assert_trivial=True
+    )
 
 
 @gluon.jit
 def by_four(numbers, tile):
-    """Four numbers of a row, each [M, 4] in lanes, for a tile [M, N]: of each 32 columns those that a lane has are the first number twice, the second
-    twice, and so on."""
+    """Four numbers of a row, each [M, 4] in lanes, spread over a tile [M, N]: in each 32 columns, a lane's elements get
+    the first number twice, then the second twice, and so on.
+    """
     a, b, c, d = numbers
     four = gl.join(gl.join(a, c), gl.join(b, d))
     four = gl.permute(gl.reshape(four, [tile.shape[0], 4, 4]), (0, 2, 1))
     parts = _by_four(tile)
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, parts.type.layout))
     spread = gl.expand_dims(gl.expand_dims(gl.convert_layout(four, layout, assert_trivial=True), 1), 4)
-    return gl.convert_layout(gl.reshape(gl.broadcast(spread, parts)[0], tile.shape), tile.type.layout, assert_trivial=True)
+    return gl.convert_layout(
+        gl.reshape(gl.broadcast(spread, parts)[0], tile.shape), tile.type.layout, assert_trivial=True
+    )
 
 
 @gluon.jit

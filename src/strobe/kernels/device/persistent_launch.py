@@ -1,4 +1,4 @@
-"""Launching a forward whose programs walk tiles: what its tiles are, and how it is launched again."""
+"""Launching a forward whose programs process several tiles: how many tiles there are, and cached launches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .tma import addressable
 LOG2_E = 1.4426950408889634
 # Keys and values of the heads that are processed together (a section) stay in L2; an H200 has 50 MB.
 L2_BYTES = 32 << 20
-# If rows see few keys, loads are bound to the longest tiles of a section, and memory idles during the others. Smaller sections spread the loads.
-# Speed with 16 MiB relative to 32 MiB (H100):
+# If rows see few keys, the longest tiles of a section do most loads, and memory idles during the others. Smaller
+# sections spread the loads. Speed with 16 MiB relative to 32 MiB (H100):
 #
 #     queries       256    384    512    768     1k     2k
 #     d128          1.09   1.00   1.16   1.06   1.02   1.00
@@ -30,8 +30,9 @@ L2_BYTES = 32 << 20
 #     d192                        1.02
 #     d64                         1.01          0.96
 FEW_KEYS, L2_BYTES_OF_FEW = 400, 16 << 20
-# Sections help up to this many queries, and up to twice as many for d128 without groups. With more, SMs that process tiles of one head at the same
-# time share its keys anyway, and programs balance their work only within a section. Speed with sections relative to without, causal (H200):
+# Sections help up to this many queries, and up to twice as many for d128 without groups. With more, SMs that process
+# tiles of one head at the same time share its keys anyway, and programs balance their work only within a section. Speed
+# with sections relative to without, causal (H200):
 #
 #     queries       d64    d96    d128   192/128   d192   d256
 #     2k                   1.05   1.19   1.20      1.21   0.99
@@ -62,9 +63,10 @@ Describe = Callable[[Plan, Call, Tensor, tuple[Tensor | None, ...]], Launch]  # 
 def run(
     plan: Plan, call: Call, tensors: Forward, described: Describe, pack_gqa: bool = False, read: tuple = ()
 ) -> None:
-    """Launch what `described` says; where the same was launched before, without asking again.
+    """Launch what `described` returns, or a cached launch with the same key.
 
-    pack_gqa: out leaves by `pack_gqa_descriptor`. read: what the launch reads besides the call: tensors, and numbers, which are part of the launch's key.
+    pack_gqa: out is stored by `pack_gqa_descriptor`. read: what the launch reads besides the call: tensors, and
+    numbers, which are part of the launch's key.
     """
     form: Any = plan.config.form
     out = addressable(tensors.out, pack_gqa)
@@ -83,11 +85,13 @@ def run(
     if out is not tensors.out:
         tensors.out.copy_(out)
     elif launch is not None and out.is_contiguous() and not read:  # addresses of the call do not say what else is read
-        CACHE.insert_launch(plan, forward_addresses(call, *tensors), launch.on_this_stream() if form.counted else launch)
+        CACHE.insert_launch(
+            plan, forward_addresses(call, *tensors), launch.on_this_stream() if form.counted else launch
+        )
 
 
 def work_of(plan: Plan, call: Call) -> tuple:
-    """(tiles in all, sizes, limits, numbers), as a kernel that walks them is told."""
+    """(number of tiles, fields of ShapeParams, of WindowParams, of SoftmaxParams) of a launch."""
     form: Any = plan.config.form
     problem = plan.problem
     layout: Any = problem.layout
@@ -107,15 +111,18 @@ def work_of(plan: Plan, call: Call) -> tuple:
             section = even_section(batch_heads // form.group, stays // max(1, a_head)) * form.group
         whole = -(-batch_heads // section) * section * tiles_m  # the last section may hold tiles that are none
     if whole >= MOST_TILES:
-        raise KernelFault(f"{plan.kernel.name}: {whole} tiles of {tuning.block_m} queries are more than a launch can count; split the batch")
+        raise KernelFault(
+            f"{plan.kernel.name}: {whole} tiles of {tuning.block_m} queries are more than a launch can count; "
+            "split the batch"
+        )
     sizes = (layout.batch, heads, *lengths, tiles_m, section)
     limits = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k)
     return whole, sizes, limits, softmax_parameters(problem)
 
 
 def even_section(parts: int, most: int) -> int:
-    """The parts of a section: the largest divisor of `parts` in (most / 2, most], else about equal shares. 33 parts in sections of 32 would leave a
-    last section of one part, in which most programs idle.
+    """The parts of a section: the largest divisor of `parts` in (most / 2, most], else about equal shares. 33 parts in
+    sections of 32 would leave a last section of one part, in which most programs idle.
 
     >>> even_section(33, 32), even_section(64, 48)
     (17, 32)
@@ -126,6 +133,8 @@ def even_section(parts: int, most: int) -> int:
 
 
 def softmax_parameters(problem: Problem) -> tuple[float, float]:
-    """(scale_log2, softcap): the raw score is q k^T, or tanh(softcap * q k^T) where the call caps scores; it is worth scale_log2 in log2 units."""
+    """(scale_log2, softcap). The raw score is q k^T, or tanh(softcap * q k^T) with a cap; times scale_log2 it is in
+    log2 units.
+    """
     cap = problem.softcap
     return (cap * LOG2_E, problem.scale / cap) if cap else (problem.scale * LOG2_E, 0.0)

@@ -15,7 +15,9 @@ from .tma import load_part
 
 @record
 class PipelineState:
-    """Stage and phase of one side of a pipeline. Consumers wait for `phase`, producers for the other, which counts as complete on a new barrier."""
+    """Stage and phase of one side of a pipeline. Consumers wait for `phase`. Producers wait for the other phase, which
+    counts as complete on a new barrier.
+    """
 
     index: gl.tensor
     phase: gl.tensor
@@ -27,16 +29,21 @@ class PipelineState:
 
     @gluon.jit
     def advance(self):
-        if self.stages == 1:  # the index stays a constant and takes no register: d128 packed causal backward spilled 164 bytes
+        # with one stage the index stays a constant and takes no register: d128's packed causal backward spilled 164 bytes
+        if self.stages == 1:
             return PipelineState(self.index, self.phase ^ 1, self.stages)
         wraps = self.index + 1 == self.stages
-        return PipelineState(gl.where(wraps, 0, self.index + 1), gl.where(wraps, self.phase ^ 1, self.phase), self.stages)
+        return PipelineState(
+            gl.where(wraps, 0, self.index + 1), gl.where(wraps, self.phase ^ 1, self.phase), self.stages
+        )
 
     @gluon.jit
     def previous(self):
         """The state that advances to this one."""
         first = self.index == 0
-        return PipelineState(gl.where(first, self.stages - 1, self.index - 1), gl.where(first, self.phase ^ 1, self.phase), self.stages)
+        return PipelineState(
+            gl.where(first, self.stages - 1, self.index - 1), gl.where(first, self.phase ^ 1, self.phase), self.stages
+        )
 
     @gluon.jit
     def at(self, index):
@@ -63,12 +70,14 @@ class Pipeline:
 
     @gluon.jit
     def producer_load(self, state, desc, rows, row, traits: gl.constexpr, pack_gqa: gl.constexpr = False):
-        """Copy the tile that begins at `row` of HeadRows. The bytes that land complete full[i], so TMA needs no producer_commit."""
+        """Copy the tile that begins at `row` of HeadRows. The bytes that land complete full[i], so TMA needs no
+        producer_commit.
+        """
         self.producer_load_on(self.full, state, desc, rows, row, traits, pack_gqa)
 
     @gluon.jit
     def producer_load_on(self, barriers, state, desc, rows, row, traits: gl.constexpr, pack_gqa: gl.constexpr = False):
-        """`producer_load` whose bytes complete another barrier: the producer itself waits for the tile, and commits later."""
+        """`producer_load` whose bytes complete another barrier: the producer waits for the tile, and commits later."""
         barrier = barriers.index(state.index)
         if desc.tail is None:
             mbarrier.expect(barrier, desc.main.block_type.nbytes)
@@ -102,7 +111,7 @@ class Pipeline:
 
 @gluon.jit
 def ring(count: gl.constexpr, arrivals: gl.constexpr):
-    """`count` barriers of `arrivals` arrivals each."""
+    """`count` mbarriers of `arrivals` arrivals each."""
     barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(barriers.index(i), count=arrivals)
@@ -111,7 +120,7 @@ def ring(count: gl.constexpr, arrivals: gl.constexpr):
 
 @aggregate
 class Ring:
-    """One of `rings`."""
+    """Some of the barriers of one allocation (`rings`)."""
 
     barriers: gl.shared_memory_descriptor
     first: gl.constexpr
@@ -128,15 +137,19 @@ class Ring:
 
 @gluon.jit
 def rings(sizes: gl.constexpr, together: gl.constexpr):
-    """A ring each of (count, arrivals), of which some may have none. Together they have one allocation: warps of other roles are handed one address
-    for all, where each takes 16 bytes of shared memory. But between two of them Triton has all warps of a partition meet: what a step comes to is
-    best by itself (all of a backward together d64 dense 0.976, d128 causal 0.994 to 0.997, d96 0.99 to 1.03 of the speed, H100)."""
+    """Barriers for each of `sizes`, (count, arrivals), of which some may have count 0.
+
+    With `together` they have one allocation. Warps of other roles are then passed one address for all, where each
+    allocation takes 16 bytes of shared memory. But Triton synchronizes all warps of a partition between two barriers
+    of one allocation, so barriers of the mainloop are best by themselves. With all barriers of a backward together,
+    d64 dense ran at 0.976 of the speed, d128 causal at 0.994 to 0.997, d96 at 0.99 to 1.03 (H100).
+    """
     found = ()
     if together:
         TOTAL: gl.constexpr = _before(sizes, None)
         barriers = gl.allocate_shared_memory(gl.int64, [TOTAL, 1], mbarrier.MBarrierLayout())
         for n in gl.static_range(len(sizes)):
-            found = found + (_part(barriers, _before(sizes, n), sizes[n][0], sizes[n][1]),)  # noqa: RUF005 (Triton has no *)
+            found = found + (_part(barriers, _before(sizes, n), sizes[n][0], sizes[n][1]),)  # noqa: RUF005 (no * here)
     else:
         for n in gl.static_range(len(sizes)):
             if sizes[n][0]:
@@ -156,14 +169,15 @@ def _part(barriers, first: gl.constexpr, count: gl.constexpr, arrivals: gl.const
 
 @gluon.constexpr_function
 def _before(sizes, n):
-    """Barriers of the first n rings, or of all."""
+    """Barriers of the first n sizes, or of all."""
     return sum(count for count, _ in sizes[:n])
 
 
 @gluon.jit
 def release(barrier, each: gl.constexpr):
-    """Say that a stage has been read, by products: once for all warps, which meet at a barrier of their own before, or by each thread. What
-    ordinary loads have read must have been used by then."""
+    """Signal that products have read a stage: once for all warps, which synchronize before, or by each thread. What
+    ordinary loads have read must have been used by then.
+    """
     if each:
         arrive_each(barrier, increment_count=False)
     else:

@@ -1,11 +1,14 @@
-"""Tile redo: a forward assumes what is nearly always right, and checks at the end of a tile whether it was.
+"""Tile redo: a forward makes two assumptions that rarely fail, and checks at the end of a tile whether they held.
 
-Two assumptions may fail. Optimistic softmax finds maxima too late: then a row's maximum is inf or NaN. And among the keys of a document there may be
-keys of other documents: their weights are 0, but 0 times infinity or NaN is NaN, so a row of O is NaN. Checks at the end cost a step nothing.
+Optimistic softmax may find a row's maximum too late: the maximum is then inf or NaN. And among the keys of a document
+there may be keys of other documents: their weights are 0, but 0 times infinity or NaN is NaN, so a row of O is NaN.
+Checks at the end add nothing to a step.
 
-Consumers write O in any case, set a redo flag for each row in shared memory beside the work tile's slot, and release the slot. The producer reads the
-flags before it fills the slot again, and after its last tile. It publishes a tile once more if any flag is set. Then every step looks for maxima, the
-values of other documents are zeroed before they are multiplied, stores wait for the tile's earlier stores, and the result stands, whatever it is.
+    consumers   write O in any case, set a redo flag for each row in shared memory, release the work tile's slot
+    producer    reads the flags before it fills the slot again, and after its last tile; publishes a flagged tile again
+    redo        each step looks for maxima, V rows of other documents are zeroed, stores wait for the earlier stores
+
+The result of a redo stands, even if a row is inf or NaN again.
 """
 
 from .dialect import gl, gluon, record
@@ -34,7 +37,9 @@ class RedoFlags:
 
     @gluon.jit
     def create(slots: gl.constexpr, rows: gl.constexpr):
-        self = RedoFlags(gl.allocate_shared_memory(gl.int32, [slots * FLAG_ROWS, rows], gl.SwizzledSharedLayout(1, 1, 1, [0])))
+        self = RedoFlags(
+            gl.allocate_shared_memory(gl.int32, [slots * FLAG_ROWS, rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        )
         for i in gl.static_range(slots * FLAG_ROWS):
             clear_flags(self.flags.index(i))
         return self
@@ -68,8 +73,11 @@ def clear_flags(flags):
 
 @gluon.jit
 def redo_witness(row_max, is_empty, o, document, traits: gl.constexpr):
-    """(a number of each row that is inf or NaN where the row needs a redo, rows that need none whatever it is). For rows of a document with other
-    documents' keys among its own it is the sum of O's columns, each times 0, and rows that see no key may need a redo, too."""
+    """(witness, is_empty) of each row: a row needs a redo if its witness is inf or NaN, unless is_empty.
+
+    The witness is the row's maximum. For rows of a document among whose keys are other documents' keys, it is the
+    sum of O's columns, each times 0; there rows that see no key may need a redo, too.
+    """
     witness = row_max
     if traits.mask.documents:
         if not traits.optimistic:

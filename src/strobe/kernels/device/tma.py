@@ -1,7 +1,8 @@
-"""TMA's views of a call's tensors: made on the host, moved in tiles by the device. They agree on how packed sequences lie.
+"""TMA descriptors of a call's tensors, made on the host, and TMA copies of tiles on the device. Both agree on how
+packed sequences are addressed.
 
-A tensor's rows end where TMA is told: it gives zeros beyond them and writes nothing there, so lengths may be ragged. Packed sequences
-lie end to end, so their views wrap: a neighbour's rows are neither read nor written, whatever they hold.
+A tensor's rows end where the descriptor says: TMA reads zeros beyond them and writes nothing there, so lengths may be
+ragged. Packed sequences follow each other, so their descriptors wrap: a neighbour's rows are neither read nor written.
 
 Source of ragged descriptors: triton.tools.ragged_tma.
 """
@@ -25,14 +26,16 @@ DTYPES = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16, "torch.flo
 
 @gluon.jit
 def _tiles(slots: gl.constexpr, view, flat: gl.constexpr):
-    """Tiles as TMA sees them, or as rows and columns: of those warps of other roles are handed 8 bytes less of shared memory."""
+    """Tiles as TMA sees them, or as rows and columns (`flat`), which warps of other roles are passed in 8 bytes less of
+    shared memory.
+    """
     if flat:
         COLUMNS: gl.constexpr = view.block_shape[-1]
         ROWS: gl.constexpr = view.block_type.nbytes * 8 // view.dtype.primitive_bitwidth // COLUMNS
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], view.dtype)
         return gl.allocate_shared_memory(view.dtype, [slots, ROWS, COLUMNS], layout)
     else:
-        return gl.allocate_shared_memory(view.dtype, [slots] + view.block_shape, view.layout)  # noqa: RUF005 (Triton has no *)
+        return gl.allocate_shared_memory(view.dtype, [slots] + view.block_shape, view.layout)  # noqa: RUF005 (no * here)
 
 
 @gluon.jit
@@ -45,7 +48,9 @@ def as_block(tile, desc):
 
 @record
 class ColumnParts:
-    """A tile's columns in two parts: `main`, a power of two, and `tail`, or None. The parts are descriptors, buffers, operands or accumulators."""
+    """A tile's columns in two parts: `main`, a power of two, and `tail`, or None. The parts are descriptors, buffers,
+    operands or accumulators.
+    """
 
     main: Value
     tail: Value
@@ -77,7 +82,9 @@ def of_head(rows, head):
 
 @gluon.jit
 def allocate_tiles(count: gl.constexpr, desc, flat: gl.constexpr = False):
-    """Shared memory for `count` tiles as TMA writes them, or (flat) as rows and columns; desc: ColumnParts of descriptors."""
+    """Shared memory for `count` tiles as TMA writes them, or (flat) as rows and columns. desc: ColumnParts of
+    descriptors.
+    """
     if desc.tail is None:
         return ColumnParts(_tiles(count, desc.main, flat), None)
     else:
@@ -88,9 +95,9 @@ def allocate_tiles(count: gl.constexpr, desc, flat: gl.constexpr = False):
 def tma_coordinates(rows, row, column: gl.constexpr, pack_gqa: gl.constexpr, traits: gl.constexpr):
     """Coordinates of the tile that begins at `row` of HeadRows.
 
-    With descriptors that wrap, a sequence's rows end at coordinate FAR wherever they begin: the first dimension steps FAR
-    rows back, and the second steps by rows to the sequence's end. With `pack_gqa`, rows are queries, rows.head is a key
-    head, and the second dimension steps by key heads, of which there are rows.heads.
+    With descriptors that wrap, a sequence's rows end at coordinate FAR wherever they begin: the first dimension steps
+    FAR rows back, and the second steps by rows to the sequence's end. With `pack_gqa`, rows are queries, rows.head is a
+    key head, and the second dimension steps by key heads, of which there are rows.heads.
     """
     if traits.wraps:
         if pack_gqa:
@@ -126,21 +133,27 @@ def addressable(out: Tensor, pack_gqa: bool = False) -> Tensor:
     itemsize, bits = out.element_size(), out.data_ptr()
     for stride in out.stride()[:-1]:
         bits |= stride * itemsize
-    if bits % ALIGNMENT == 0 and not (pack_gqa and out.dim() == 3 and not heads_merge_with_rows(out.stride(), out.shape[1])):
+    if bits % ALIGNMENT == 0 and not (
+        pack_gqa and out.dim() == 3 and not heads_merge_with_rows(out.stride(), out.shape[1])
+    ):
         return out
     whole = -(-out.shape[-1] * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
     return torch.empty((*out.shape[:-1], whole), dtype=out.dtype, device=out.device)[..., : out.shape[-1]]
 
 
 def pack_gqa_descriptor(tensor: Tensor, rows: int, width: int, heads: int, rows_per_query: int) -> TensorDescriptor:
-    """`descriptor` with the `heads` query heads of a key head as a dimension: a tile's rows are rows / rows_per_query queries, each with its heads.
+    """`descriptor` with the `heads` query heads of a key head as a dimension: a tile's rows are rows / rows_per_query
+    queries, each with its heads.
 
     `rows_per_query`, a power of two, may exceed `heads`: TMA gives zeros for the heads that are none, and writes none.
     """
     size = tensor.shape[-1]
     if tensor.dim() == 4:
         b, s, h, d = tensor.stride()
-        shape, strides = [tensor.shape[0], tensor.shape[2] // heads, tensor.shape[1], heads, size], [b, heads * h, s, h, d]
+        shape, strides = (
+            [tensor.shape[0], tensor.shape[2] // heads, tensor.shape[1], heads, size],
+            [b, heads * h, s, h, d],
+        )
     else:
         s, h, d = tensor.stride()
         shape, strides = [MOST_STEPS, MOST_STEPS, MOST_ROWS, heads, size], [WRAP - s, heads * h, s, h, d]
@@ -149,11 +162,17 @@ def pack_gqa_descriptor(tensor: Tensor, rows: int, width: int, heads: int, rows_
 
 def describing(tuning: Any) -> Callable[[Tensor, int, int], TensorDescriptor]:
     """How q and out are described: by `descriptor`, or where heads of a group share a tile by `pack_gqa_descriptor`."""
-    return partial(pack_gqa_descriptor, heads=tuning.pack_gqa, rows_per_query=tuning.rows_per_query) if tuning.pack_gqa > 1 else descriptor
+    return (
+        partial(pack_gqa_descriptor, heads=tuning.pack_gqa, rows_per_query=tuning.rows_per_query)
+        if tuning.pack_gqa > 1
+        else descriptor
+    )
 
 
 def descriptor(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """TMA's view of [B, S, H, D] as [B, H, S, D], or of packed [T, H, D] as `tma_coordinates` addresses it, moved in tiles of one head's rows."""
+    """A descriptor of [B, S, H, D] as [B, H, S, D], or of packed [T, H, D] as `tma_coordinates` addresses it, with tiles
+    of one head's rows.
+    """
     if tensor.dim() == 4:
         b, s, h, d = tensor.stride()
         batch, length, heads, size = tensor.shape
