@@ -29,7 +29,7 @@ class PipelineState:
 
     @gluon.jit
     def advance(self):
-        # with one stage the index stays a constant and takes no register: d128's packed causal backward spilled 164 bytes
+        # With one stage the index is a constant and takes no register: d128 packed causal backward spilled 164 bytes.
         if self.stages == 1:
             return PipelineState(self.index, self.phase ^ 1, self.stages)
         wraps = self.index + 1 == self.stages

@@ -170,8 +170,8 @@ def describing(tuning: Any) -> Callable[[Tensor, int, int], TensorDescriptor]:
 
 
 def descriptor(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """A descriptor of [B, S, H, D] as [B, H, S, D], or of packed [T, H, D] as `tma_coordinates` addresses it, with tiles
-    of one head's rows.
+    """A descriptor of [B, S, H, D] as [B, H, S, D], or of packed [T, H, D] as `tma_coordinates` addresses it, with
+    tiles of one head's rows.
     """
     if tensor.dim() == 4:
         b, s, h, d = tensor.stride()
