@@ -13,9 +13,13 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strobe
 from strobe.distributed import context_parallel, problems, warmup
+from strobe.integrations import sdpa
 
 BATCH, HEADS, HEADS_KV, HEAD_DIM = 2, 8, 4, 64
 EVEN, ODD = 1024, 1031  # bounds of EVEN are multiples of 16, so that fewer kernels are compiled
@@ -46,7 +50,7 @@ def _step(tensors, sinks, **options):
 def _check(rank: int, world: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    failed = _failed(EVEN, WAYS) + _failed(ODD, {"keys": WAYS["keys"]})
+    failed = _failed(EVEN, WAYS) + _torch_ring(world) + _failed(ODD, {"keys": WAYS["keys"]})
     dist.barrier()
     if rank == 0:
         print("failed" if failed else "all hold", failed, strobe.last_errors(), flush=True)
@@ -92,6 +96,37 @@ def _failed(seqlen: int, ways: dict) -> list[tuple[str, str]]:
         if not same or not max(ratios) <= 1:
             failed.append((name, way))
     return failed
+
+
+def _torch_ring(world: int) -> list[tuple[str, str]]:
+    """PyTorch's context_parallel on strobe's kernels, beside strobe on one GPU."""
+    try:
+        from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+    except ImportError:
+        from torch.distributed.tensor.experimental._context_parallel._attention import context_parallel_unshard
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = BATCH, HEADS, EVEN, HEAD_DIM
+    whole = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(4)]
+    buffers = [t.clone() for t in whole]
+    mesh = init_device_mesh("cuda", (world,))
+    with sdpa.enable(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        before = sum(sdpa.served.values())
+        with torch_context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+            leaves = [t.detach().clone().requires_grad_() for t in buffers[:3]]
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+            results = [out.detach(), *torch.autograd.grad(out, leaves, buffers[3].clone())]
+            found = context_parallel_unshard(mesh, results, [2] * 4)
+        served = sum(sdpa.served.values()) - before
+    leaves = [t.transpose(1, 2).detach().requires_grad_() for t in whole[:3]]
+    out = strobe.attention(*leaves, causal=True)
+    expected = out, *torch.autograd.grad(out, leaves, whole[3].transpose(1, 2))
+    pairs = zip(found, (t.transpose(1, 2).float() for t in expected))
+    errors = [round(float((ours.float() - other).abs().max() / other.abs().max()), 4) for ours, other in pairs]
+    if dist.get_rank() == 0:
+        print(
+            f"torch's context_parallel: {served} calls on strobe, largest differences to one GPU {errors}", flush=True
+        )
+    return [] if served and max(errors) < 0.02 else [("causal", "torch's ring")]
 
 
 def _eager(tensors, sinks, hidden):

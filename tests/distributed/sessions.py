@@ -30,31 +30,31 @@ EACH = {2: 3, 3: 7, 4: 7, 8: 7}  # of the cases, what a commit runs for so many 
 
 
 def session(rank: int, folder: str, world: int, is_whole: bool) -> None:
-    """The calls, in each process; rank 0 leaves the results in `folder`. Unless is_whole, a part of them."""
+    """Calls beside those of one process, in each process; rank 0 leaves the results in `folder`. Unless is_whole, a
+    part of them.
+    """
     found: Found = {}
     each = 1 if is_whole else EACH[world]
     divided.run_cases(divided.ways(), found, each)
-    parts = (_few_rows, _wrong, _warmed, _given) if world > 2 else ()
+    _few_rows(found)
+    _given(found)
+    _wrong(found)
     if is_whole or world == 2:
-        parts = (
-            _few_rows,
-            _packed,
-            _other_mask,
-            _bits,
-            _bfloat16,
-            _layouts,
-            _wrong,
-            _trained,
-            _recomputed,
-            _warmed,
-            _given,
-        )
-    for part in parts:
-        part(found)
+        for part in (_packed, _other_mask, _bits, _bfloat16, _layouts):
+            part(found)
     if world == 3:
         _subgroup(found)
     if world % 2 == 0 and world > 2:
         _nested(found, world, each)
+    if rank == 0:
+        torch.save(found, Path(folder) / "found.pt")
+
+
+def steps(rank: int, folder: str) -> None:
+    """Steps of training and what runs around them, in each process."""
+    found: Found = {}
+    for part in (_trained, _recomputed, _warmed):
+        part(found)
     if rank == 0:
         torch.save(found, Path(folder) / "found.pt")
 
@@ -82,6 +82,9 @@ def _packed(found: Found) -> None:
             out = strobe.attention_varlen(*local, context_parallel=plan, **options)
             whole = strobe.attention_varlen(q, k, v, **options)
             found[f"packed: {way}, causal {causal}"] = float((plan.unshard(out, 0) - whole).abs().max())
+            options.pop("causal")  # the plan's mask applies, causal or not
+            out = strobe.attention_varlen(*local, context_parallel=plan, **options)
+            found[f"packed: {way}, causal {causal} by the plan"] = float((plan.unshard(out, 0) - whole).abs().max())
             found[f"read once: {way}, causal {causal}"] = plan.for_mask(plan.mask) is plan
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 import strobe
 from strobe.distributed import context_parallel
 from tests.distributed import divided
-from tests.distributed.sessions import EACH, abandoned, losses, session
+from tests.distributed.sessions import EACH, session
 from tests.processes import together
 
 pytestmark = [
@@ -20,7 +17,7 @@ pytestmark = [
 ]
 
 NIGHTLY = [pytest.param((world, True), marks=pytest.mark.nightly, id=f"{world} whole") for world in (2, 3, 4, 8)]
-SESSIONS = [*(pytest.param((world, False), id=str(world)) for world in (2, 3, 4)), *NIGHTLY]
+SESSIONS = [pytest.param((2, False), id="2"), *NIGHTLY]  # 3 and 4: test_more_ranks
 EXACT = 1e-11  # float64: sums in another order
 SCHEMES = ("keys", "heads")
 
@@ -62,7 +59,7 @@ def test_bfloat16_obeys_the_contract(found):
     assert {name: ratio for name, ratio in _of(found, "bfloat16: ").items() if not ratio <= 1} == {}
 
 
-@pytest.mark.parametrize("start", ["layout", "read once", "checkpointed", "compiled", "autocast", "warmed"])
+@pytest.mark.parametrize("start", ["layout", "read once"])
 def test_what_must_hold_exactly(start, found):
     assert {name for name, holds in _of(found, f"{start}: ").items() if holds is not True} == set()
 
@@ -80,28 +77,10 @@ def test_a_call_that_differs_is_named_on_every_rank(scheme, what, named, found):
         assert all(one.startswith(f"{named} on rank {last}: got ") for one in told), told
 
 
-def test_a_small_gpt_trains_as_in_one_process(found):
-    """30 steps, a full and a windowed layer, both with sinks."""
-    alone = losses(None)
-    assert alone[-1] < 0.7 * alone[0]
-    for name, one in _of(found, "trained: ").items():
-        torch.testing.assert_close(one, alone, rtol=1e-7, atol=0, msg=lambda text, name=name: f"{name}: {text}")
-
-
 def test_groups_and_meshes(found):
     names = {3: ["subgroup"], 4: ["nested: "], 8: ["nested: "]}.get(found["world"], [])
     for name in names:
         assert all(error < EXACT for error in _of(found, name).values())
-
-
-def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path):
-    arguments = str(tmp_path), str(tmp_path / "store")
-    processes = multiprocessing.spawn(abandoned, args=arguments, nprocs=2, join=False).processes
-    for process in processes:
-        process.join(120)
-    told, seconds = torch.load(tmp_path / "told.pt")
-    assert told != "nothing" and seconds < 40
-    assert [process.exitcode for process in processes] == [0, 9]
 
 
 @pytest.mark.parametrize("rows", [[[(0, 3)]], [[(0, 4)], []], [[(0, 5)]], [[(2, 4), (0, 2)]], [[(0, 3), (2, 4)]]])
