@@ -308,7 +308,7 @@ def test_explain_prints_the_choice_and_every_reason():
     assert [row[:2] for row in rows if row[0] in ("chosen", "rejected")] == [
         ["chosen", "hopper.forward"], ["chosen", "hopper.backward"], ["rejected", "blackwell.forward"],
         ["rejected", "portable.forward"], ["rejected", "cpu.forward"],
-        ["rejected", "portable.backward"], ["rejected", "cpu.backward"],
+        ["rejected", "blackwell.backward"], ["rejected", "portable.backward"], ["rejected", "cpu.backward"],
     ]  # fmt: skip
     assert "rejected  portable.forward   could run this too; hopper.forward comes first" in text
     config = chosen(_dense(right=0)).forward.config
@@ -324,7 +324,8 @@ def test_explain_on_a_named_blackwell_gpu():
         in text
     )
     assert "correct 88; has not run on a Blackwell GPU" in text
-    assert choice.backward is not None and choice.backward.kernel.name == "portable.backward"
+    assert choice.backward is not None and choice.backward.kernel.name == "blackwell.backward"
+    assert "reduce 112, compute 176, mma 48, load 48; has not run on a Blackwell GPU" in text
     assert "rejected  hopper.forward     made for sm_90; this target is sm_100" in text
 
 

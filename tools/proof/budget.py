@@ -15,6 +15,7 @@ from strobe.problem.append import AppendCall
 from strobe.problem.call import Call
 from strobe.problem.decode import DecodeCall
 from strobe.problem.paged import PagedCall
+from strobe.problem.problem import Problem
 from strobe.problem.target import FAKES, Target
 
 from .calls import CASES_OF
@@ -50,13 +51,16 @@ class Unit(NamedTuple):
     @property
     def call(self) -> Call | DecodeCall | PagedCall | AppendCall:
         """The case's call, with `kernel` set to this family. It needs gradients only if the case does and the family
-        has a backward.
+        has a backward that can run it.
         """
         family, call = self.family.partition(".")[0], CASES_OF[self.family][self.case]()
         if not isinstance(call, Call):
             return call._replace(kernel=family)
-        both = any(kernel.name.startswith(f"{family}.") for kernel in kernels("backward"))
-        return call._replace(kernel=family, needs_grad=both and call.needs_grad)
+        asked = call._replace(kernel=family)
+        problem, target = Problem.from_call(asked), TARGETS[self.target]
+        own = [kernel for kernel in kernels("backward") if kernel.name.startswith(f"{family}.")]
+        runs = any(kernel.why_not(problem, target) is None for kernel in own)
+        return asked._replace(needs_grad=call.needs_grad and runs)
 
     @property
     def each_commit(self) -> bool:

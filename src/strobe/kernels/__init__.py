@@ -11,7 +11,7 @@ from importlib import import_module
 from .protocol import Kernel
 
 # Each family has a file kernel.py with FORWARD, BACKWARD, DECODE and APPEND, of which it may lack some. blackwell has
-# only a forward.
+# no decode.
 FAMILIES = ("blackwell", "hopper", "portable", "cpu")
 
 
@@ -22,7 +22,7 @@ def kernels(direction: str) -> tuple[Kernel, ...]:
     >>> [kernel.name for kernel in kernels("forward")]
     ['blackwell.forward', 'hopper.forward', 'portable.forward', 'cpu.forward']
     >>> [kernel.name for kernel in kernels("backward")]
-    ['hopper.backward', 'portable.backward', 'cpu.backward']
+    ['blackwell.backward', 'hopper.backward', 'portable.backward', 'cpu.backward']
     >>> [kernel.name for kernel in kernels("decode")]
     ['hopper.decode', 'portable.decode', 'cpu.decode']
     """

@@ -1,18 +1,19 @@
-"""What the Blackwell forward can run, with which tiles, and how. Imports no kernel language until something runs.
+"""What the Blackwell kernels can run, with which tiles, and how. Imports no kernel language until something runs.
 
-It has not run on a Blackwell GPU. It was verified in the simulator, by compilation, and by counting cycles.
+They have not run on a Blackwell GPU. They were verified in the simulator, by compilation, and by counting cycles.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ...problem.call import Call
-from ...problem.problem import Problem
+from ...problem.problem import Dense, Problem
 from ...problem.target import Target
-from ..protocol import Buffer, Cost, Forward, Plan, against_mods, attention_cost, entries, fills_tiles
+from ..protocol import Backward, Buffer, Cost, Forward, Plan, against_mods, attention_cost, entries, fills_tiles
 from ..runtime.tma_requirements import (
     against_call,
     against_mask,
@@ -21,6 +22,7 @@ from ..runtime.tma_requirements import (
     qheads_per_tile,
     query_tiles,
 )
+from .backward_traits import BackwardConfig, BackwardTileConfig, BackwardTraits
 from .traits import ROWS, STAGES_Q, ForwardConfig, ForwardTraits, TileConfig
 
 CAPABILITIES = (100, 103)
@@ -55,6 +57,10 @@ def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((widths for widths in TILE_CONFIGS if widths[0] >= head_dim and widths[1] >= head_dim_v), None)
 
 
+def _needs_tensor_memory(target: Target) -> str:
+    return f"needs tensor memory (sm_{', sm_'.join(map(str, CAPABILITIES))}); this target is {target.words}"
+
+
 def _against_widths(problem: Problem) -> str | None:
     if tiled(problem.head_dim, problem.head_dim_v):
         return None
@@ -69,7 +75,7 @@ class BlackwellForward:
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability not in CAPABILITIES:
-            return f"needs tensor memory (sm_{', sm_'.join(map(str, CAPABILITIES))}); this target is {target.words}"
+            return _needs_tensor_memory(target)
         if problem.batch_invariant:
             return "batch_invariant=True needs a decode kernel, which this family lacks"
         return (
@@ -115,3 +121,68 @@ class BlackwellForward:
 
 
 FORWARD = BlackwellForward()
+
+
+# (padded head dimensions) -> tiles of the backward
+BACKWARD_TILE_CONFIGS = {
+    (64, 64): BackwardTileConfig(),
+    (128, 128): BackwardTileConfig(),
+}
+
+
+class BlackwellBackward:
+    name = "blackwell.backward"
+
+    def why_not(self, problem: Problem, target: Target) -> str | None:
+        if target.kind != "cuda" or target.capability not in CAPABILITIES:
+            return _needs_tensor_memory(target)
+        if problem.deterministic or problem.batch_invariant:
+            return "adds dq in no fixed order; deterministic=True and batch_invariant=True need one"
+        if not isinstance(problem.layout, Dense):
+            return f"dense layouts only; this is {type(problem.layout).__name__.lower()}"
+        if problem.softcap:
+            return "has no softcap"
+        if backward_tiled(problem) is None:
+            return f"head dimensions up to 128; this is {problem.head_dim}/{problem.head_dim_v}"
+        written = replace(problem, out_dtype=problem.dtype)  # the backward can read partial results
+        return (
+            against_mods(problem)
+            or against_call(written)
+            or against_mask(problem.mask)
+            or against_memory(problem)
+            or against_tools()
+        )
+
+    def config(self, problem: Problem, target: Target) -> BackwardConfig:
+        widths = backward_tiled(problem)
+        if widths is None:
+            raise ValueError(f"no tile for head dimensions {problem.head_dim}/{problem.head_dim_v}")
+        even = fills_tiles(problem, ROWS)
+        tuning, head_dims = BACKWARD_TILE_CONFIGS[widths], (problem.head_dim, problem.head_dim_v)
+        return BackwardConfig(BackwardTraits(tuning, *widths, *head_dims, problem.group, problem.mask, even))
+
+    def cost(self, problem: Problem) -> Cost:
+        return attention_cost(problem, backward=True)
+
+    def workspace(self, problem: Problem, config: BackwardConfig) -> tuple[Buffer, ...]:
+        """LSE and -delta of each row in whole tiles, and dQ's float32 sum, which preprocess_kernel zeroes."""
+        form = config.form
+        tiles = (problem.layout.batch, problem.heads_q, query_tiles(problem, form.block_m))
+        return (
+            Buffer("rows", (2, *tiles, form.block_m), torch.float32),
+            Buffer("dq_sum", (*tiles, form.block_m * form.block_d), torch.float32),
+        )
+
+    def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
+        from .launch_backward import run_backward
+
+        run_backward(plan, call, tensors, workspace)
+
+
+def backward_tiled(problem: Problem) -> tuple[int, int] | None:
+    """The key of BACKWARD_TILE_CONFIGS for a problem's head dimensions, or None if no tile is wide enough."""
+    sizes = problem.head_dim, problem.head_dim_v
+    return next((w for w in BACKWARD_TILE_CONFIGS if w[0] >= sizes[0] and w[1] >= sizes[1]), None)
+
+
+BACKWARD = BlackwellBackward()
