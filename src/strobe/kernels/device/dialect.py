@@ -1,8 +1,8 @@
 """The one door to triton.experimental: Gluon's words as the kernels say them, alike from Triton 3.6.0 to 3.9.0.
 
-What changed on the way, read in the wheels: 3.7 renamed thread_barrier to barrier; 3.8 renamed the loads and stores of TMA and cp.async
-(3.9 refuses the old names), made `aggregate` public, gave TMA its reduce-add and a wait for written results, and made the register
-layout of tensor memory a method of its type; 3.9 made `reinterpret` public.
+What changed on the way, read in the wheels: 3.7 renamed thread_barrier to barrier; 3.8 renamed the loads and stores of
+TMA and cp.async (3.9 refuses the old names), made `aggregate` public, gave TMA its reduce-add and a wait for written
+results, and made the register layout of tensor memory a method of its type; 3.9 made `reinterpret` public.
 """
 
 from typing import Any
@@ -72,7 +72,9 @@ def _first(place: Any, *names: str) -> Any:
     for name in names:
         if hasattr(place, name):
             return getattr(place, name)
-    raise ImportError(f"{place.__name__} has none of {', '.join(names)}; expected Triton 3.6.0 to 3.9.0: install one of those")
+    raise ImportError(
+        f"{place.__name__} has none of {', '.join(names)}; expected Triton 3.6.0 to 3.9.0: install one of those"
+    )
 
 
 aggregate = _first(core, "_aggregate")  # 3.8 calls it triton.aggregate too
@@ -85,7 +87,9 @@ tma_store_wait = tma.store_wait  # until at most n stores still read their share
 cp_async_load = _first(async_copy, "async_load", "async_copy_global_to_shared")
 cp_async_commit = async_copy.commit_group
 cp_async_wait = async_copy.wait_group
-arrive_each = async_copy.mbarrier_arrive  # every thread, once what it copied by cp.async is there: at once where it copied nothing
+arrive_each = (
+    async_copy.mbarrier_arrive
+)  # every thread, once what it copied by cp.async is there: at once where it copied nothing
 
 
 Value = gl.base_value  # the type of a record's field that may hold anything, constants and None included
@@ -94,8 +98,9 @@ Value = gl.base_value  # the type of a record's field that may hold anything, co
 def record(cls: type) -> Any:
     """An aggregate whose constructor takes the fields in order. Constants stay constants.
 
-    Triton requires a `constexpr_function` as an aggregate's constructor. That unwraps constants, so a NamedTuple among the arguments loses the
-    names of its fields, and one that holds None fails. A constructor that is marked as a builtin is called with its arguments as they are.
+    Triton requires a `constexpr_function` as an aggregate's constructor. That unwraps constants, so a NamedTuple among
+    the arguments loses the names of its fields, and one that holds None fails. A constructor that is marked as a
+    builtin is called with its arguments as they are.
     """
     names = tuple(cls.__annotations__)
 
@@ -109,8 +114,9 @@ def record(cls: type) -> Any:
 
 
 def _held(value: Any) -> Any:
-    """A field's value. Triton rebuilds a field from its type, and the type of a kernel's tuple argument says None where an int of 1 became a
-    constant. So tuples get a type from the values they hold."""
+    """A field's value. Triton rebuilds a field from its type, and the type of a kernel's tuple argument says None where
+    an int of 1 became a constant. So tuples get a type from the values they hold.
+    """
     if isinstance(value, gl.tuple):
         parts = [_held(part) for part in value.values]
         return gl.tuple(parts, gl.tuple_type([part.type for part in parts], value.type.fields))
@@ -127,8 +133,9 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
 
 @builtin
 def warp_specialize(partitions, warps, registers, _semantic=None, _generator=None):
-    """Run [(function, arguments)] side by side, the first on the program's warps. What the first calls is compiled as of any of as many warps: it is
-    read once for all of them."""
+    """Run [(function, arguments)] side by side, the first on the program's warps. What the first calls is compiled as
+    of any of as many warps: it is read once for all of them.
+    """
     context = _generator.caller_context
     _generator.caller_context = GluonCallerContext(num_warps=_semantic.builder.options.num_warps)
     try:
@@ -144,7 +151,9 @@ else:
     @gluon.constexpr_function
     def tmem_reg_layout(element_ty, shape, layout, num_warps):
         """How `num_warps` warps hold a tile of tensor memory in registers: a row a thread, where rows suffice."""
-        return blackwell.tensor_memory_descriptor_type(element_ty, list(shape), layout, list(shape)).get_reg_layout(num_warps)
+        return blackwell.tensor_memory_descriptor_type(element_ty, list(shape), layout, list(shape)).get_reg_layout(
+            num_warps
+        )
 
 
 if hasattr(tma, "async_atomic_add"):
@@ -152,7 +161,9 @@ if hasattr(tma, "async_atomic_add"):
 
     @gluon.jit
     def tma_store_drain():
-        """Wait until every TMA store and reduce of this partition has been read and written: a later release publishes it."""
+        """Wait until every TMA store and reduce of this partition has been read and written: a later release publishes
+        it.
+        """
         tma.store_wait(0, read_only=False)
 
 else:
@@ -165,27 +176,35 @@ else:
 
     @gluon.jit
     def tma_store_drain():
-        """Wait until every TMA store and reduce of this partition has been read and written: a later release publishes it."""
-        gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        """Wait until every TMA store and reduce of this partition has been read and written: a later release publishes
+        it.
+        """
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
 def fence_async_global():
     """Order what TMA did to global memory against the accesses of ordinary instructions, in both directions."""
-    gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def zero_of_turn():
-    """0, of which LLVM does not know that it is the same in each turn of a loop: addresses reckoned from it are not kept in registers from turn to
-    turn. ptxas knows."""
+    """0, of which LLVM does not know that it is the same in each turn of a loop: addresses reckoned from it are not
+    kept in registers from turn to turn. ptxas knows.
+    """
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def named_barrier(opcode: gl.constexpr, number, threads: gl.constexpr):
-    """Come to barrier `number` of the program and wait until as many threads have, `bar.sync`, or go on, `bar.arrive`. The number is known once it is
-    compiled, and part of the text ("n"): one in a register makes ptxas reserve all 16."""
+    """Come to barrier `number` of the program and wait until as many threads have, `bar.sync`, or go on, `bar.arrive`.
+    The number is known once it is compiled, and part of the text ("n"): one in a register makes ptxas reserve all 16.
+    """
     text: gl.constexpr = _barrier_text(opcode, threads)
     gl.inline_asm_elementwise(text, "=r,n", [number], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -197,17 +216,24 @@ def _barrier_text(opcode, threads):
 
 @gluon.jit
 def stay_before(number):
-    """What is written before this is computed before it: a branch that is never taken, as `number` is never negative, which ptxas does not know.
-    Without it ptxas puts a wait for products ahead of the arithmetic that was to run under them."""
-    text: gl.constexpr = "{ .reg .pred never; setp.lt.s32 never, $1, 0; @!never bra ON; nanosleep.u32 0; ON: } mov.u32 $0, 0;"
+    """What is written before this is computed before it: a branch that is never taken, as `number` is never negative,
+    which ptxas does not know. Without it ptxas puts a wait for products ahead of the arithmetic that was to run under
+    them.
+    """
+    text: gl.constexpr = (
+        "{ .reg .pred never; setp.lt.s32 never, $1, 0; @!never bra ON; nanosleep.u32 0; ON: } mov.u32 $0, 0;"
+    )
     gl.inline_asm_elementwise(text, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def scale_rows(tile, factor):
-    """A product's tile in registers with each row multiplied, by a factor a row or an element; a thread whose rows all have the factor 1 branches
-    over that. It holds two rows."""
-    COUNT: gl.constexpr = min(tile.shape[1] // 2, 64)  # a thread's elements, at most 64 at once: two of a row, two of the other, and so on
+    """A product's tile in registers with each row multiplied, by a factor a row or an element; a thread whose rows all
+    have the factor 1 branches over that. It holds two rows.
+    """
+    COUNT: gl.constexpr = min(
+        tile.shape[1] // 2, 64
+    )  # a thread's elements, at most 64 at once: two of a row, two of the other, and so on
     text: gl.constexpr = _scale_text(COUNT)
     constraints: gl.constexpr = _scale_constraints(COUNT)
     if len(factor.shape) == 1:
@@ -217,11 +243,16 @@ def scale_rows(tile, factor):
 
 @gluon.constexpr_function
 def _scale_text(count):
-    """PTX that multiplies `count` registers by as many factors, of which the first and the third say whether any is not 1."""
+    """PTX that multiplies `count` registers by as many factors, of which the first and the third say whether any is not
+    1.
+    """
     first = 2 * count
     products = " ".join(f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(count))
-    return (f"{{ .reg .pred moved; setp.neu.f32 moved, ${first}, 0f3F800000; @!moved setp.neu.f32 moved, ${first + 2}, 0f3F800000; "
-            f"@!moved bra KEPT; {products} KEPT: }}")  # fmt: skip
+    return (
+        f"{{ .reg .pred moved; setp.neu.f32 moved, ${first}, 0f3F800000; "
+        f"@!moved setp.neu.f32 moved, ${first + 2}, 0f3F800000; "
+        f"@!moved bra KEPT; {products} KEPT: }}"
+    )
 
 
 @gluon.constexpr_function
@@ -232,11 +263,17 @@ def _scale_constraints(count):
 
 @gluon.jit
 def next_launch_may_start():
-    """Let the stream's next kernel begin, if it was launched to overlap this one: it stops at its own `await_launch_before`."""
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    """Let the stream's next kernel begin, if it was launched to overlap this one: it stops at its own
+    `await_launch_before`.
+    """
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def await_launch_before():
-    """Wait until the stream's kernel before is done and all that it wrote can be read; at once where this one was not launched to overlap it."""
+    """Wait until the stream's kernel before is done and all that it wrote can be read; at once where this one was not
+    launched to overlap it.
+    """
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

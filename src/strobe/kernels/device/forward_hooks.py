@@ -3,18 +3,22 @@
     score_mod(score, b, h, q_idx, kv_idx, aux) -> score      score [rows, keys] float32 in natural units: scale * q k^T
     mask_mod(b, h, q_idx, kv_idx, aux) -> bool               True: the query sees the key
 
-Each is a `triton.jit` or `gluon.jit` function in `ForwardTraits`, or None. Without them the kernel's machine code is that of a kernel without hooks.
+Each is a `triton.jit` or `gluon.jit` function in `ForwardTraits`, or None. Without them the kernel's machine code is
+that of a kernel without hooks.
 
-Order: scale, softcap, score_mod, masks (`AttentionMask` and mask_mod), softmax. A score_mod sees the capped score, cap * tanh(scale / cap * q k^T), and
-its result is not capped again. A score of -inf hides the key, as masks do. A row that sees no key has O = 0 and LSE = -inf, or its sink.
+Order: scale, softcap, score_mod, masks (`AttentionMask` and mask_mod), softmax. A score_mod sees the capped score, cap
+* tanh(scale / cap * q k^T), and its result is not capped again. A score of -inf hides the key, as masks do. A row that
+sees no key has O = 0 and LSE = -inf, or its sink.
 
-b is the batch entry, or the index of a packed sequence: an int32 scalar. h is the query head: a scalar, or [rows, 1] where a tile packs the query heads of
-a key head. q_idx [rows, 1] and kv_idx [1, keys] are positions within the sequence, or within the batch entry where it holds documents. Both may exceed
-the last position in a tile that sticks out, so loads by them are clamped or masked. aux is what the launch passed as score_aux or mask_aux: a tuple of pointers
+b is the batch entry, or the index of a packed sequence: an int32 scalar. h is the query head: a scalar, or [rows, 1]
+where a tile packs the query heads of a key head. q_idx [rows, 1] and kv_idx [1, keys] are positions within the
+sequence, or within the batch entry where it holds documents. Both may exceed the last position in a tile that sticks
+out, so loads by them are clamped or masked. aux is what the launch passed as score_aux or mask_aux: a tuple of pointers
 and numbers, or None.
 
-Optimistic softmax holds for any score_mod. Rows whose later scores outgrow their first by too much, or whose first scores are all -inf, are found at the
-end of the tile. The tile is redone with the same functions and with row maxima in every step (`tile_redo`).
+Optimistic softmax holds for any score_mod. Rows whose later scores outgrow their first by too much, or whose first
+scores are all -inf, are found at the end of the tile. The tile is redone with the same functions and with row maxima in
+every step (`tile_redo`).
 """
 
 from .dialect import Value, gl, gluon, record

@@ -10,8 +10,8 @@ from .pack_gqa import queries_of
 class SeqlenInfo:
     """One sequence, or one range of rows of a batch entry that see the same range of keys.
 
-    Offsets are rows from the start of the tensor in packed layouts, and 0 in dense ones. Key ranges: offsets count as if batch entries had no gaps,
-    and seqlen_k only says where the diagonal is; the range has num_keys keys.
+    Offsets are rows from the start of the tensor in packed layouts, and 0 in dense ones. Key ranges: offsets count as
+    if batch entries had no gaps, and seqlen_k only says where the diagonal is; the range has num_keys keys.
     """
 
     offset_q: gl.tensor
@@ -24,7 +24,9 @@ class SeqlenInfo:
     @gluon.jit
     def visible_keys(self, row, window, traits: gl.constexpr):
         """Keys [first, stop) of a row or a vector of rows; neither falls from a row to the next."""
-        return row_interval(row, self.seqlen_q, self.num_keys, (self.seqlen_k, window.left, window.right), self.prefix, traits)
+        return row_interval(
+            row, self.seqlen_q, self.num_keys, (self.seqlen_k, window.left, window.right), self.prefix, traits
+        )
 
 
 @record
@@ -38,7 +40,9 @@ class KeyBlock:
 
 @record
 class BlockInfo:
-    """The key blocks that a tile of rows visits, contiguous, in the order of `n_block`. `BlockList` has the same methods."""
+    """The key blocks that a tile of rows visits, contiguous, in the order of `n_block`. `BlockList` has the same
+    methods.
+    """
 
     n_block_min: gl.tensor
     count: gl.tensor
@@ -59,8 +63,10 @@ class BlockInfo:
 
     @gluon.jit
     def n_block(self, i, traits: gl.constexpr):
-        """The i-th block that is visited: the last first, but the first block before all others where every row sees it. Attention sinks lie there,
-        so later scores seldom outgrow a row's first maximum. The diagonal comes next, where scores of nearby positions are large."""
+        """The i-th block that is visited: the last first, but the first block before all others where every row sees
+        it. Attention sinks lie there, so later scores seldom outgrow a row's first maximum. The diagonal comes next,
+        where scores of nearby positions are large.
+        """
         n_block = self.n_block_min + self.count - 1 - i
         if traits.first_block_first:
             n_block = gl.where(i == 0, self.n_block_min, n_block + 1)
@@ -84,8 +90,8 @@ class BlockInfo:
 class BlockList:
     """The key blocks that a tile of rows visits, from the call's lists. Every consumer with rows visits all of them.
 
-    Partial blocks come first, and full ones last. Optimistic softmax looks for row maxima in partial blocks and in the first full one, where every row
-    meets a key.
+    Partial blocks come first, and full ones last. Optimistic softmax looks for row maxima in partial blocks and in the
+    first full one, where every row meets a key.
     """
 
     num_partial: gl.tensor  # key blocks
@@ -98,11 +104,16 @@ class BlockList:
         """(num_partial, count) of the tile that begins at row q_start of its sequence."""
         row = list_row(entry, head, q_start, lists, traits)
         partial = gl.load(lists.kv_num_blocks + row)
-        partial = gl.where(sees_keys, gl.minimum(gl.maximum(partial, 0), lists.most_blocks), 0) * traits.blocks_per_listed
+        partial = (
+            gl.where(sees_keys, gl.minimum(gl.maximum(partial, 0), lists.most_blocks), 0) * traits.blocks_per_listed
+        )
         count = partial
         if traits.has_full_blocks:
             full = gl.load(lists.full_kv_num_blocks + row)
-            count += gl.where(sees_keys, gl.minimum(gl.maximum(full, 0), lists.most_full_blocks), 0) * traits.blocks_per_listed
+            count += (
+                gl.where(sees_keys, gl.minimum(gl.maximum(full, 0), lists.most_full_blocks), 0)
+                * traits.blocks_per_listed
+            )
         return partial, count
 
     @gluon.jit
@@ -171,7 +182,9 @@ class AttentionMask:
     @gluon.jit
     def of_document(self, document, key_ids):
         """The same mask for rows of a document."""
-        return AttentionMask(self.window_start, self.window_stop, self.key_stop, self.prefix, self.window_right, document, key_ids)
+        return AttentionMask(
+            self.window_start, self.window_stop, self.key_stop, self.prefix, self.window_right, document, key_ids
+        )
 
     @gluon.jit
     def is_partial(self, block, traits: gl.constexpr):
@@ -195,7 +208,8 @@ class AttentionMask:
         layout: gl.constexpr = s.type.layout
         n_start = block.n_start
         if self.is_partial(block, traits):
-            # bits 1 and 2 of a column depend on the thread, the others on the register: compared apart, no register holds a column
+            # bits 1 and 2 of a column depend on the thread, the others on the register: compared apart, no register
+            # holds a column
             column = gl.arange(0, traits.block_n, gl.SliceLayout(0, layout))
             by_thread, by_register = (column & 6)[None, :], (column & -7)[None, :]
             row = queries_of(gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), traits)
@@ -208,7 +222,9 @@ class AttentionMask:
                 stop = gl.minimum(stop, row + (self.window_stop - n_start))
             s = gl.where(stop[:, None] - by_thread > by_register, s, float("-inf"))
             if traits.mask.left:
-                s = gl.where((row + (self.window_start - n_start))[:, None] - by_thread <= by_register, s, float("-inf"))
+                s = gl.where(
+                    (row + (self.window_start - n_start))[:, None] - by_thread <= by_register, s, float("-inf")
+                )
         if traits.mask.documents:
             s = self.apply_document(s, n_start)
         return s
@@ -232,7 +248,9 @@ class AttentionMask:
 
     @gluon.jit
     def fewest_keys_stop(self, traits: gl.constexpr):
-        """One past the last key of row 0, which sees the fewest: every row has met a key once the visited blocks begin before it."""
+        """One past the last key of row 0, which sees the fewest: every row has met a key once the visited blocks begin
+        before it.
+        """
         stop = self.key_stop
         if traits.mask.prefix:
             stop = gl.minimum(stop, self.first_row_stop(traits))

@@ -1,4 +1,5 @@
-"""Persistent tile scheduler of the forwards, and the pipeline by which their producer hands work tiles to the consumers.
+"""Persistent tile scheduler of the forwards, and the pipeline by which their producer hands work tiles to the
+consumers.
 
     producer    publish(state, work)       waits tile_empty, writes the tile's words, signals tile_full
     consumers   wait_published, receive    wait tile_full, read them; consumer_release signals tile_empty
@@ -27,7 +28,8 @@ from .tile_redo import RedoFlags, RedoRequest
 from .tile_scheduler import END, NUM_BLOCKS, WORDS, FourWordRows, read_words, word
 from .tma import HeadRows
 
-# Words of a published tile, in the order of `publish`, that are read by name. A dense or packed tile without redo has 8 words.
+# Words of a published tile, in the order of `publish`, that are read by name. A dense or packed tile without redo has 8
+# words.
 REDO: gl.constexpr = gl.constexpr(8)
 OFFSET_K: gl.constexpr = gl.constexpr(9)
 NUM_KEYS: gl.constexpr = gl.constexpr(10)
@@ -38,10 +40,11 @@ SEQUENCE: gl.constexpr = gl.constexpr(13)
 
 @record
 class WorkTile:
-    """Rows m_start .. of one head of one sequence, and the key blocks that any of them sees. With block lists, n_block_min is the number of partial
-    blocks.
+    """Rows m_start .. of one head of one sequence, and the key blocks that any of them sees. With block lists,
+    n_block_min is the number of partial blocks.
 
-    m_start is a row, not a block number: causal tiles end with a sequence's last row, so the first may begin before row 0.
+    m_start is a row, not a block number: causal tiles end with a sequence's last row, so the first may begin before row
+    0.
     """
 
     is_valid: gl.tensor
@@ -59,7 +62,9 @@ class WorkTile:
     def blocks(self, launch, traits: gl.constexpr):
         if traits.has_block_lists:
             entry, q_start = self.entry(traits), self.q_start(launch.shape, traits)
-            return BlockList.of_tile(self.n_block_min, self.num_n_blocks, entry, self.head, q_start, launch.hooks.block_lists, traits)
+            return BlockList.of_tile(
+                self.n_block_min, self.num_n_blocks, entry, self.head, q_start, launch.hooks.block_lists, traits
+            )
         else:
             return BlockInfo(self.n_block_min, self.num_n_blocks)
 
@@ -85,9 +90,22 @@ class WorkTile:
         if traits.has_block_lists:
             entry, q_start = self.entry(traits), self.q_start(launch.shape, traits)
             sees_keys = (self.m_start < self.seqlen.seqlen_q) & (self.seqlen.num_keys > 0)
-            num_partial, count = BlockList.counts(entry, self.head, q_start, sees_keys, launch.hooks.block_lists, traits)
+            num_partial, count = BlockList.counts(
+                entry, self.head, q_start, sees_keys, launch.hooks.block_lists, traits
+            )
             is_valid, batch, head, m_start = self.is_valid, self.batch, self.head, self.m_start
-            return WorkTile(is_valid, batch, head, m_start, num_partial, count, self.seqlen, self.document, self.next_row, self.sequence)
+            return WorkTile(
+                is_valid,
+                batch,
+                head,
+                m_start,
+                num_partial,
+                count,
+                self.seqlen,
+                self.document,
+                self.next_row,
+                self.sequence,
+            )
         else:
             return self
 
@@ -97,7 +115,16 @@ class WorkTile:
         num_n_blocks = gl.where(more, self.num_n_blocks, END)
         is_valid, batch, head, m_start = self.is_valid, self.batch, self.head, self.m_start
         return WorkTile(
-            is_valid, batch, head, m_start, self.n_block_min, num_n_blocks, self.seqlen, self.document, self.next_row, self.sequence
+            is_valid,
+            batch,
+            head,
+            m_start,
+            self.n_block_min,
+            num_n_blocks,
+            self.seqlen,
+            self.document,
+            self.next_row,
+            self.sequence,
         )
 
     @gluon.jit
@@ -141,7 +168,9 @@ class WorkTile:
 
 @record
 class TileScheduler:
-    """The tiles of one program: every num_programs-th, or, where tiles differ in cost, the one that the tile counter hands out."""
+    """The tiles of one program: every num_programs-th, or, where tiles differ in cost, the one that the tile counter
+    hands out.
+    """
 
     turn: gl.tensor
     tile_index: gl.tensor
@@ -195,7 +224,9 @@ def tile_index_of(turn, counter, traits: gl.constexpr):
 
 @gluon.jit
 def blocks_in_order(tile_index, shape, traits: gl.constexpr):
-    """(batch * heads + head, m_block) of a tile in dense layouts. Causal tiles come in sections of heads whose keys and values stay in L2."""
+    """(batch * heads + head, m_block) of a tile in dense layouts. Causal tiles come in sections of heads whose keys and
+    values stay in L2.
+    """
     if traits.longest_tiles_first:
         section = shape.num_m_blocks * shape.l2_heads
         within = tile_index % section
@@ -214,7 +245,9 @@ def dense_work_tile(tile_index, launch, traits: gl.constexpr):
     is_valid = batch_head < shape.batch * shape.heads
     zero = tile_index * 0
     seqlen = SeqlenInfo(zero, zero + shape.seqlen_q, zero, zero + shape.seqlen_k, zero + shape.seqlen_k, 0)
-    return work_tile(is_valid, batch_head // shape.heads, batch_head % shape.heads, m_block, seqlen, None, launch, traits)
+    return work_tile(
+        is_valid, batch_head // shape.heads, batch_head % shape.heads, m_block, seqlen, None, launch, traits
+    )
 
 
 @gluon.jit
@@ -244,7 +277,9 @@ def work_tile(is_valid, batch, head, m_block, seqlen, sequence, launch, traits: 
 
 @gluon.jit
 def rows_before_first(seqlen_q, traits: gl.constexpr):
-    """Causal: the consumers without rows are those of the first tile, which sees fewest keys (1,300 rows: 1.07 times as fast, d64, H200)."""
+    """Causal: the consumers without rows are those of the first tile, which sees fewest keys (1,300 rows: 1.07 times as
+    fast, d64, H200).
+    """
     before = seqlen_q * 0
     if traits.ends_with_last_row and traits.queries_per_consumer < traits.block_m:
         unused = gl.cdiv(seqlen_q, traits.block_m) * traits.block_m - seqlen_q
@@ -254,7 +289,9 @@ def rows_before_first(seqlen_q, traits: gl.constexpr):
 
 @gluon.jit
 def range_work_tile(tile_index, row, ranges, launch, errors, traits: gl.constexpr):
-    """The tile with which the rows of an index go on at `row`: rows of one key range (`device.key_ranges`), counted from the range's first row."""
+    """The tile with which the rows of an index go on at `row`: rows of one key range (`device.key_ranges`), counted
+    from the range's first row.
+    """
     shape = launch.shape
     batch_head, m_block = blocks_in_order(tile_index, shape, traits)
     is_valid = batch_head < shape.batch * shape.heads
@@ -269,8 +306,12 @@ def range_work_tile(tile_index, row, ranges, launch, errors, traits: gl.constexp
     zero = tile_index * 0
     counted = SeqlenInfo(zero, rows, zero, diagonal_k, num_keys, prefix)
     blocks = BlockInfo.of_rows(zero, traits.block_m, counted, launch.window, traits)
-    seqlen = SeqlenInfo(batch * shape.seqlen_q + found.start, rows, batch * shape.seqlen_k + k_start, diagonal_k, num_keys, prefix)
-    work = WorkTile(found.exists, batch, head, zero, blocks.n_block_min, blocks.count, seqlen, document, found.next_row, None)
+    seqlen = SeqlenInfo(
+        batch * shape.seqlen_q + found.start, rows, batch * shape.seqlen_k + k_start, diagonal_k, num_keys, prefix
+    )
+    work = WorkTile(
+        found.exists, batch, head, zero, blocks.n_block_min, blocks.count, seqlen, document, found.next_row, None
+    )
     return work.with_listed_blocks(launch, traits)
 
 
@@ -352,8 +393,9 @@ class WorkTilePipeline:
 
     @gluon.jit
     def poll_redo(self, state, more, traits: gl.constexpr):
-        """Once consumers have released the slot at `state`: whether its tile needs a redo. Behind the last tile, the other slot's too. The tile is
-        published again at `state`."""
+        """Once consumers have released the slot at `state`: whether its tile needs a redo. Behind the last tile, the
+        other slot's too. The tile is published again at `state`.
+        """
         self.producer_acquire(state)
         pending, slot = self.redo_flags.any(state.index, traits.consumers), state.index
         if (pending == 0) & ~more:
@@ -373,12 +415,25 @@ class WorkTilePipeline:
             seqlen = SeqlenInfo(seqlen.offset_q, seqlen.seqlen_q, offset_k, seqlen.seqlen_k, num_keys, prefix)
             document = word(row, DOCUMENT)
         else:
-            seqlen = SeqlenInfo(seqlen.offset_q, seqlen.seqlen_q, word(row, OFFSET_K), seqlen.seqlen_k, seqlen.seqlen_k, 0)
+            seqlen = SeqlenInfo(
+                seqlen.offset_q, seqlen.seqlen_q, word(row, OFFSET_K), seqlen.seqlen_k, seqlen.seqlen_k, 0
+            )
         partition_barrier()  # all lanes have read
         self.redo_flags.clear(redo.slot, traits.consumers)
         partition_barrier()  # all lanes have cleared before one publishes
         valid, next_row = redo.slot >= 0, redo.slot * 0
-        return WorkTile(valid, work.batch, work.head, work.m_start, work.n_block_min, work.num_n_blocks, seqlen, document, next_row, work.sequence)
+        return WorkTile(
+            valid,
+            work.batch,
+            work.head,
+            work.m_start,
+            work.n_block_min,
+            work.num_n_blocks,
+            seqlen,
+            document,
+            next_row,
+            work.sequence,
+        )
 
     # ------------------------------------------------ consumers
 
@@ -390,7 +445,9 @@ class WorkTilePipeline:
 
     @gluon.jit
     def receive(self, state, traits: gl.constexpr):
-        """The tile, without what `receive_range` and `receive_document` read: reading a word again costs less than a register that holds it."""
+        """The tile, without what `receive_range` and `receive_document` read: reading a word again costs less than a
+        register that holds it.
+        """
         return self._read(state.index, traits)
 
     @gluon.jit
@@ -428,4 +485,15 @@ class WorkTilePipeline:
         sequence = None
         if traits.numbers_sequences:
             sequence = word(row, SEQUENCE)
-        return WorkTile(gl.to_tensor(True), batch, head, m_start, n_block_min, num_n_blocks, seqlen, gl.to_tensor(0), gl.to_tensor(0), sequence)
+        return WorkTile(
+            gl.to_tensor(True),
+            batch,
+            head,
+            m_start,
+            n_block_min,
+            num_n_blocks,
+            seqlen,
+            gl.to_tensor(0),
+            gl.to_tensor(0),
+            sequence,
+        )

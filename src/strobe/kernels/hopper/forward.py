@@ -2,36 +2,39 @@
 
 Roles
     producer      1 warp             finds work tiles, publishes them, loads Q, K and V by TMA
-    consumer w    4 warps each, 2-4  S = Q K^T and O += P V by wgmma, softmax in registers between them; 64 rows of the tile each
+    consumer w    4 warps each, 2-4  S = Q K^T and O += P V by wgmma, softmax in registers between them; 64 rows each
 
 Schedule of a consumer, in the order of `BlockInfo.n_block`
     prologue      S_0 = Q K_0^T         P_0 = softmax(S_0)
-    mainloop      S_i = Q K_i^T    |    O += P_{i-1} V_{i-1}    |    P_i = softmax(S_i) while P_{i-1} V_{i-1} is in flight
-    epilogue      O += P_n V_n          O /= row_sum, LSE = ln 2 row_max + ln row_sum, O leaves by TMA while the next Q, K, V arrive
+    mainloop      S_i = Q K_i^T    |    O += P_{i-1} V_{i-1}    |    P_i = softmax(S_i) while O is in flight
+    epilogue      O += P_n V_n          O /= row_sum, LSE = ln 2 row_max + ln row_sum; TMA stores O
 
 Barriers         arrivals                 complete when
     tile_full    1                        the producer has published a work tile
     tile_empty   consumers                all consumers are done with it, and have set the redo flags
     q_full[w]    1 and the tile's bytes   Q of consumer w has landed
     q_empty[w]   1                        consumer w has read it
-    k_full[i]    1 and the tile's bytes   K of stage i has landed                                   v_full[i]    the same of V
-    k_empty[i]   consumers (or threads)   every consumer's Q K^T of stage i has finished            v_empty[i]   the same of P V
-    v_landed[i]  1 and the tile's bytes   documents: V of a redone tile has landed; the producer zeroes rows, then commits v_full[i]
+    k_full[i]    1 and the tile's bytes   K of stage i has landed                          v_full[i]   the same of V
+    k_empty[i]   consumers (or threads)   every consumer's Q K^T of stage i has finished   v_empty[i]  the same of P V
+    v_landed[i]  1 and the tile's bytes   documents: V of a redo has landed; the producer zeroes rows, commits v_full[i]
     named 9 + w  256                      ping-pong: consumer w may issue its products
 
-P stays in registers. Column counts that are no power of two come in two parts (`ColumnParts`), 64 and 32 or 128 and 64; so may Q and K of 256.
-A tensor's rows end where TMA's descriptor says: it reads zeros beyond them and writes nothing there, so lengths may be ragged. Descriptors of
-packed sequences wrap (`tma.tma_coordinates`), so that a neighbour's rows are neither read nor written.
+P stays in registers. Column counts that are no power of two come in two parts (`ColumnParts`), 64 and 32 or 128 and 64;
+so may Q and K of 256. A tensor's rows end where TMA's descriptor says: it reads zeros beyond them and writes nothing
+there, so lengths may be ragged. Descriptors of packed sequences wrap (`tma.tma_coordinates`), so that a neighbour's
+rows are neither read nor written.
 
-To add a feature: scores -> device.forward_hooks.modify_scores; which keys a row sees -> device.forward_mask.AttentionMask; which key blocks a tile
-visits -> device.forward_mask.BlockInfo, BlockList; where rows lie -> device.forward_mask.SeqlenInfo; a constant of the kernel ->
-traits.ForwardTraits; a scalar -> device.forward_arguments.LaunchParams.
+To add a feature: scores -> device.forward_hooks.modify_scores; which keys a row sees ->
+device.forward_mask.AttentionMask; which key blocks a tile visits -> device.forward_mask.BlockInfo, BlockList; where
+rows lie -> device.forward_mask.SeqlenInfo; a constant of the kernel -> traits.ForwardTraits; a scalar ->
+device.forward_arguments.LaunchParams.
 
-Triton reads the body of a loop twice, and of a loop in a loop four times. It reads a function once for all calls with the same types, and consumers'
-indices are tensors for that reason (d64 causal is read in 0.65 s instead of 1.04, on an H200's host).
+Triton reads the body of a loop twice, and of a loop in a loop four times. It reads a function once for all calls with
+the same types, and consumers' indices are tensors for that reason (d64 causal is read in 0.65 s instead of 1.04, on an
+H200's host).
 
-Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; conditional rescaling: FlashAttention-4 (Dao-AILab/flash-attention,
-flash_attn/cute); ragged descriptors: triton.tools.ragged_tma.
+Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; conditional rescaling: FlashAttention-4
+(Dao-AILab/flash-attention, flash_attn/cute); ragged descriptors: triton.tools.ragged_tma.
 """
 
 from ..device.conditional_rescaling import log2_offset_of
@@ -130,7 +133,8 @@ class Consumer:
         pipes.q.consumer_wait(q_state)
         q = q_operand(pipes.q.tiles, self.index, traits)
         if traits.q_parts_in_registers:
-            fence_async_shared()  # without it TMA overtook loads that queued behind stores: wrong rows in 12 of 12 runs (H200)
+            # without it TMA overtook loads that queued behind stores: wrong rows in 12 of 12 runs (H200)
+            fence_async_shared()
         if traits.q_in_registers:
             pipes.q.consumer_release(q_state)
         result = no_keys(traits)
@@ -166,7 +170,10 @@ class Consumer:
         q_start, k_start = m_start, 0
         if traits.key_ranges:
             _, offset_k = self.pipes.work.receive_document(work_state)
-            q_start, k_start = m_start + seqlen.offset_q - work.batch * shape.seqlen_q, offset_k - work.batch * shape.seqlen_k
+            q_start, k_start = (
+                m_start + seqlen.offset_q - work.batch * shape.seqlen_q,
+                offset_k - work.batch * shape.seqlen_k,
+            )
         return ScoreMods(work.entry(traits), work.head, q_start, k_start, self.launch.hooks)
 
     @gluon.jit
@@ -182,8 +189,9 @@ class Consumer:
 
     @gluon.jit
     def attend(self, q, q_state, blocks, unseen, mask, mods, redo, kv):
-        """(RowResult, K's and V's state) of at least one key block. Q is released once the last scores are there, a product before the end: 1.006 to
-        1.01 times the speed of later at d256, 1.02 at d64 512 (H200)."""
+        """(RowResult, K's and V's state) of at least one key block. Q is released once the last scores are there, a
+        product before the end: 1.006 to 1.01 times the speed of later at d256, 1.02 at d64 512 (H200).
+        """
         state = self.prologue(q, blocks, unseen, mask, mods, kv)
         for i in range(1, blocks.count):
             state = self.mainloop_step(i, q, state, blocks, mask, mods, redo)
@@ -193,7 +201,7 @@ class Consumer:
 
     @gluon.jit
     def prologue(self, q, blocks, unseen, mask, mods, kv):
-        """The first block, and the `unseen` blocks behind it that this consumer skips, if the first block comes first."""
+        """The first block. If it comes before the others, also the `unseen` blocks skipped after it."""
         traits: gl.constexpr = self.traits
         k = kv
         o, block = zero_o(traits), blocks.visit(0, traits)
@@ -215,7 +223,9 @@ class Consumer:
 
     @gluon.jit
     def mainloop_step(self, i, q, state, blocks, mask, mods, redo):
-        """Block i in the order of `n_block`. Both products are in flight before softmax(S_i) runs under P_{i-1} V_{i-1}."""
+        """Block i in the order of `n_block`. Both products are in flight before softmax(S_i) runs under P_{i-1}
+        V_{i-1}.
+        """
         traits: gl.constexpr = self.traits
         k, v = state.k, state.v
         # S_i = Q K_i^T
@@ -256,7 +266,9 @@ class Consumer:
 
     @gluon.jit
     def epilogue(self, result, heads_q, work_state):
-        """Write O = O / row_sum and LSE = ln 2 row_max + ln row_sum. The work tile is released before O leaves. Returns the state behind it."""
+        """Write O = O / row_sum and LSE = ln 2 row_max + ln row_sum. The work tile is released before O leaves. Returns
+        the state behind it.
+        """
         traits: gl.constexpr = self.traits
         work_pipe, outputs = self.pipes.work, self.outputs
         shape, window = self.launch.shape, self.launch.window
@@ -271,7 +283,9 @@ class Consumer:
         document = PURE
         if traits.mask.documents:
             document, _ = work_pipe.receive_document(work_state)
-            is_empty = is_empty | ((result.row_sum == 0) & (document != PURE))  # among other documents' keys, only the sum knows
+            is_empty = is_empty | (
+                (result.row_sum == 0) & (document != PURE)
+            )  # among other documents' keys, only the sum knows
         sink = 0.0
         if traits.sinks:
             sink = load_sinks(outputs.sinks, head, exists, traits)
@@ -334,7 +348,9 @@ class Consumer:
 
     @gluon.jit
     def warp_scheduler_barrier_sync(self):
-        """Ping-pong: wait until the consumer before has issued its products. Named barrier 9 + consumer: its 128 threads and ours."""
+        """Ping-pong: wait until the consumer before has issued its products. Named barrier 9 + consumer: its 128
+        threads and ours.
+        """
         if self.traits.ping_pong:
             named_barrier("bar.sync", 9 + self.index, 256)
 
@@ -411,7 +427,9 @@ def q_operand(tiles, consumer, traits: gl.constexpr):
 def qk_product(q, k_tiles, state, traits: gl.constexpr):
     """S = Q K^T, in flight: [rows, d] x [d, block_n]."""
     zero = gl.full([ROWS, traits.block_n], 0.0, gl.float32, s_layout(traits))
-    s = warpgroup_mma(q.main, as_rows(k_tiles.main.index(state.index)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(
+        q.main, as_rows(k_tiles.main.index(state.index)).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
     if q.tail is not None:
         s = warpgroup_mma(q.tail, as_rows(k_tiles.tail.index(state.index)).permute((1, 0)), s, is_async=True)
     return s
@@ -449,9 +467,13 @@ def normalize_o(o, normalizer):
 
 
 @gluon.jit
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, q_tail, k_tail, v_tail, o_tail, pointers, launch_params, traits: gl.constexpr):
-    """TMA descriptors of the main and the tail columns (None where there are none): of [B, H, S, D], or for packed layouts and key ranges wrapping
-    ones (`tma.tma_coordinates`). pointers: Pointers; launch_params: LaunchParams (`device.forward_arguments`)."""
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, q_tail, k_tail, v_tail, o_tail, pointers, launch_params, traits: gl.constexpr
+):
+    """TMA descriptors of the main and the tail columns (None where there are none): of [B, H, S, D], or for packed
+    layouts and key ranges wrapping ones (`tma.tma_coordinates`). pointers: Pointers; launch_params: LaunchParams
+    (`device.forward_arguments`).
+    """
     maps = InputMaps(ColumnParts(q_desc, q_tail), ColumnParts(k_desc, k_tail), ColumnParts(v_desc, v_tail))
     o_map = ColumnParts(o_desc, o_tail)
     ids_k = None

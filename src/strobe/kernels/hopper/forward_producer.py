@@ -1,7 +1,8 @@
 """The Hopper forward's producer warp: it finds work tiles, publishes them to the consumers, and loads their Q, K and V.
 
-A document's keys may lie among keys of other documents. When such a tile is redone, its V lands on a barrier of the producer's own. The producer
-zeroes rows of other documents (`device.zero_foreign_rows`) before it hands V to the consumers.
+A document's keys may lie among keys of other documents. When such a tile is redone, its V lands on a barrier of the
+producer's own. The producer zeroes rows of other documents (`device.zero_foreign_rows`) before it hands V to the
+consumers.
 """
 
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, partition_barrier, record
@@ -99,13 +100,19 @@ class Producer:
         maps, pipes, shape = self.maps, self.pipes, self.launch.shape
         pipes.work.publish(state.work, work, redo, traits)
         slot, work_state = state.work.index, state.work.advance()
-        q_rows, k_rows, v_rows = work.q_rows(shape, traits), work.kv_rows(shape.gap_k, shape, traits), work.kv_rows(shape.gap_v, shape, traits)
+        q_rows, k_rows, v_rows = (
+            work.q_rows(shape, traits),
+            work.kv_rows(shape.gap_k, shape, traits),
+            work.kv_rows(shape.gap_v, shape, traits),
+        )
         blocks = work.blocks(self.launch, traits)
         k, v = state.k, state.v
         for consumer in gl.static_range(CONSUMERS):
             q = state.q.at(consumer)
             pipes.q.producer_acquire(q)
-            pipes.q.producer_load(q, maps.q, q_rows, work.consumer_m_start(consumer, slot, traits), traits, traits.pack_gqa > 1)
+            pipes.q.producer_load(
+                q, maps.q, q_rows, work.consumer_m_start(consumer, slot, traits), traits, traits.pack_gqa > 1
+            )
             if consumer == 0:
                 if blocks.count > 0:  # the first keys before the other consumers' queries
                     k = self.load_k(k, k_rows, blocks.n_block(0, traits))
@@ -133,7 +140,9 @@ class Producer:
 
     @gluon.jit
     def load_v(self, state, rows, n_block, zero_foreign):
-        """One block of V. With documents, v_landed completes a phase in any case, so that it has the phase of the pipeline."""
+        """One block of V. With documents, v_landed completes a phase in any case, so that it has the phase of the
+        pipeline.
+        """
         pipes, block_n = self.pipes, self.traits.block_n
         pipes.v.producer_acquire(state)
         if self.traits.mask.documents:

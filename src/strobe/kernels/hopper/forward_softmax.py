@@ -1,10 +1,13 @@
-"""Online softmax with conditional rescaling: the call's functions of scores (`forward_hooks`), row maxima, P = exp2(S - max), row sums.
+"""Online softmax with conditional rescaling: the call's functions of scores (`forward_hooks`), row maxima, P = exp2(S -
+max), row sums.
 
-Row statistics are [rows, 4] in `lanes`: four lanes share a row of a wgmma accumulator, and each sums its own columns. They are joined once, after the
-last block. Exponents are relative to a maximum log2_offset below the row's own (`device.conditional_rescaling`), which is updated only where it grew by more than
-RESCALE_THRESHOLD. Optimistic softmax looks for a maximum only where `needs_row_max`; rows that outgrow theirs are renormalized (`optimistic_softmax`).
+Row statistics are [rows, 4] in `lanes`: four lanes share a row of a wgmma accumulator, and each sums its own columns.
+They are combined once, after the last block. Exponents are relative to a maximum log2_offset below the row's own
+(`device.conditional_rescaling`), which is updated only where it grew by more than RESCALE_THRESHOLD. Optimistic softmax
+looks for a maximum only where `needs_row_max`; rows that outgrow theirs are renormalized (`optimistic_softmax`).
 
-Sources: online softmax (arXiv 1805.02867), algorithm 3; FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute/softmax.py).
+Sources: online softmax (arXiv 1805.02867), algorithm 3; FlashAttention-4 (Dao-AILab/flash-attention,
+flash_attn/cute/softmax.py).
 """
 
 from ..device.conditional_rescaling import RESCALE_THRESHOLD, conditional_max
@@ -27,7 +30,9 @@ def zero_if_empty(row_max):
 
 @gluon.jit
 def rescale_o(o, rescale):
-    """O *= rescale, which threads skip whose rows all have the factor 1: a seventh (128 columns) to a third (256) of a step's instructions."""
+    """O *= rescale, which threads skip whose rows all have the factor 1: a seventh (128 columns) to a third (256) of a
+    step's instructions.
+    """
     main = scale_rows(o.main, over_lanes(rescale, o.main))
     if o.tail is None:
         return ColumnParts(main, None)
@@ -54,8 +59,12 @@ class SoftmaxState:
         return p, rescale, SoftmaxState(row_max, sum_in_lanes(p))
 
     @gluon.jit
-    def online_step(self, s, needs_row_max, block, mask, mods, softmax, log2_offset: gl.constexpr, traits: gl.constexpr):
-        """(P, rescale, state) of a later block. Without a left bound, blocks that need no row maximum need no mask: every row sees them whole."""
+    def online_step(
+        self, s, needs_row_max, block, mask, mods, softmax, log2_offset: gl.constexpr, traits: gl.constexpr
+    ):
+        """(P, rescale, state) of a later block. Without a left bound, blocks that need no row maximum need no mask:
+        every row sees them whole.
+        """
         row_max, row_sum = self.row_max, self.row_sum
         s = modify_scores(s, block, mods, softmax, traits)
         if traits.masks_each_step:
@@ -81,10 +90,12 @@ class SoftmaxState:
 
 @gluon.jit
 def needs_row_max(block, mask, redo, traits: gl.constexpr):
-    """Whether a step after the first looks for row maxima. With optimistic softmax: until each row has met a key, and in a tile that is redone.
+    """Whether a step after the first looks for row maxima. With optimistic softmax: until each row has met a key, and
+    in a tile that is redone.
 
-    A window's tile begins at the diagonal, where a row may see one key. One key's score is a poor maximum, which most rows then outgrow, so the block
-    behind the diagonal looks for maxima too. Steps that look come before those that do not: a row without a maximum then has none at the end, either.
+    A window's tile begins at the diagonal, where a row may see one key. One key's score is a poor maximum, which most
+    rows then outgrow, so the block behind the diagonal looks for maxima too. Steps that look come before those that do
+    not: a row without a maximum then has none at the end, either.
     """
     needed: gl.constexpr = True
     if traits.optimistic:
