@@ -26,7 +26,7 @@ from .ops import paged as ops_paged
 from .problem.call import Call
 from .problem.decode import DecodeProblem
 from .problem.foreign_arguments import no_mask, unknown
-from .problem.keywords import Options, Window, as_length, band, options_of, output_tensor
+from .problem.keywords import Options, Window, as_length, band, dropout_of, options_of, output_tensor
 from .problem.mask import NO_BOUND, Mask, as_int32, device_here
 from .problem.merge import Partial
 from .problem.paged import PagedProblem
@@ -42,7 +42,8 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
     batch_invariant: bool = False,
-    kernel: str | None = None, out: Tensor | None = None, context_parallel: Plan | None = None, **others: NoReturn,
+    kernel: str | None = None, out: Tensor | None = None, context_parallel: Plan | None = None,
+    dropout_p: float = 0.0, dropout_seed: int | Tensor | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Compute exact attention, softmax(scale * q k^T) v, for each head under a mask.
 
@@ -69,6 +70,9 @@ def attention(
         out: the output tensor, [B, S_q, H_q, D_v] in q's dtype; not supported with gradients.
         context_parallel: a plan of `strobe.distributed`: q, k and v are this rank's rows, and a mask is that of the
             whole sequence (none: the plan's).
+        dropout_p: the probability that a weight is set to 0 after the softmax; the others are divided by 1 - dropout_p.
+        dropout_seed: an int, or int64 [1] on q's device. Equal seeds drop the same weights; None draws a seed from
+            torch's generator. The stream of random numbers is not PyTorch's.
 
     Returns [B, S_q, H_q, D_v] in q's dtype. A row that sees no key is 0. A NaN in a row of q reaches only that row.
     Raises InvalidProblem if arguments are invalid or contradict each other, TypeError for an argument of the wrong
@@ -78,7 +82,7 @@ def attention(
     if others:
         raise unknown(attention, others)
     if context_parallel is not None:
-        refuse_score_mod(score_mod)
+        refuse_score_mod(score_mod, dropout_p)
         options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
         call = _dense(q, k, v, False, None, None, sinks, options)
         return attend(call, context_parallel, band(causal, window), mask, out)
@@ -92,6 +96,7 @@ def attention(
         and batch_invariant is False
         and kernel is None
         and out is None
+        and dropout_p == 0
     ):
         has_exact_types = (
             type(causal) is bool
@@ -108,8 +113,9 @@ def attention(
     call = _dense(
         q, k, v, causal, window, mask, sinks, options_of(scale, softcap, deterministic, batch_invariant, kernel)
     )
-    if score_mod is not None or isinstance(mask, MaskMod):
-        return ops_mods.attend(call, score_mod, mask, out)[0]
+    dropout = None if dropout_p == 0 else dropout_of(dropout_p, dropout_seed, q, batch_invariant)
+    if score_mod is not None or dropout is not None or isinstance(mask, MaskMod):
+        return ops_mods.attend(call, score_mod, mask, out if out is None else output_tensor(out), dropout)[0]
     result = ops.run(call, out if out is None else output_tensor(out), True)[0]
     if keywords is not None:
         ops.insert_keywords(call, keywords)
@@ -141,7 +147,7 @@ def partial_attention(
         raise unknown(partial_attention, others)
     options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
     call = _dense(q, k, v, causal, window, mask, None, options)._replace(partial=True)
-    return Partial(*ops_mods.attend(call, score_mod, mask))
+    return Partial(*ops_mods.attend(call, score_mod, mask)[:2])
 
 
 def attention_varlen(
@@ -152,7 +158,8 @@ def attention_varlen(
     softcap: float | None = None,
     sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
     kernel: str | None = None,
-    out: Tensor | None = None, context_parallel: Plan | None = None, **others: NoReturn,
+    out: Tensor | None = None, context_parallel: Plan | None = None,
+    dropout_p: float = 0.0, dropout_seed: int | Tensor | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Compute attention over sequences of different lengths that are packed without padding.
 
@@ -176,7 +183,7 @@ def attention_varlen(
     if others:
         raise unknown(attention_varlen, others)
     if context_parallel is not None:
-        refuse_score_mod(score_mod)
+        refuse_score_mod(score_mod, dropout_p)
         options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
         call = _dense(q, k, v, False, None, None, sinks, options)
         return attend_packed(call, context_parallel, band(causal, window), mask, (cu_seqlens_q, cu_seqlens_k), out)
@@ -191,7 +198,8 @@ def attention_varlen(
         options_of(scale, softcap, deterministic, batch_invariant, kernel),
     )
     call = _packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return ops_mods.attend(call, score_mod, mask, out if out is None else output_tensor(out))[0]
+    dropout = dropout_of(dropout_p, dropout_seed, q, batch_invariant)
+    return ops_mods.attend(call, score_mod, mask, out if out is None else output_tensor(out), dropout)[0]
 
 
 def partial_attention_varlen(
@@ -216,7 +224,7 @@ def partial_attention_varlen(
     options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
     call = _dense(q, k, v, causal, window, mask, None, options)._replace(partial=True)
     return Partial(
-        *ops_mods.attend(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), score_mod, mask)
+        *ops_mods.attend(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), score_mod, mask)[:2]
     )
 
 
@@ -226,7 +234,7 @@ def explain(
     scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
     batch_invariant: bool = False,
-    kernel: str | None = None, **others: NoReturn,
+    kernel: str | None = None, dropout_p: float = 0.0, **others: NoReturn,
 ) -> Choice:  # fmt: skip
     """Return what `attention` would run for these arguments, without running it.
 
@@ -239,7 +247,8 @@ def explain(
     if others:
         raise unknown(explain, others)
     options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
-    return ops_mods.choice(_dense(q, k, v, causal, window, mask, sinks, options), score_mod, mask)
+    call = _dense(q, k, v, causal, window, mask, sinks, options)
+    return ops_mods.choice(call, score_mod, mask, dropout_of(dropout_p, 0, q, batch_invariant))
 
 
 def explain_varlen(
@@ -249,7 +258,7 @@ def explain_varlen(
     score_mod: ScoreMod | Callable | None = None, scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
-    kernel: str | None = None, **others: NoReturn,
+    kernel: str | None = None, dropout_p: float = 0.0, **others: NoReturn,
 ) -> Choice:  # fmt: skip
     """Return what `attention_varlen` would run for these arguments, without running it. See `explain`.
 
@@ -269,7 +278,8 @@ def explain_varlen(
         sinks,
         options_of(scale, softcap, deterministic, batch_invariant, kernel),
     )
-    return ops_mods.choice(_packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), score_mod, mask)
+    call = _packed(call, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return ops_mods.choice(call, score_mod, mask, dropout_of(dropout_p, 0, q, batch_invariant))
 
 
 def supports(
@@ -278,7 +288,7 @@ def supports(
     scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
     batch_invariant: bool = False,
-    kernel: str | None = None, **others: NoReturn,
+    kernel: str | None = None, dropout_p: float = 0.0, **others: NoReturn,
 ) -> bool:  # fmt: skip
     """Return whether a kernel on this machine can run this call of `attention`. Invalid arguments raise the same
     errors.
@@ -293,7 +303,7 @@ def supports(
         q, k, v, causal, window, mask, sinks, options_of(scale, softcap, deterministic, batch_invariant, kernel)
     )
     try:
-        ops_mods.choice(call, score_mod, mask)
+        ops_mods.choice(call, score_mod, mask, dropout_of(dropout_p, 0, q, batch_invariant))
     except UnsupportedProblem:
         return False
     return True
@@ -378,8 +388,8 @@ def call_of(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, sinks: Tensor | None = None,
     options: tuple[float | None, float | None, bool | None] = (None, None, None), packing: Packing | None = None,
 ) -> Call:  # fmt: skip
-    """Build the Call of `attention`, or of `attention_varlen` if packing is given. `strobe.compat.signatures` calls
-    this.
+    """Build the Call of `attention`, or of `attention_varlen` if packing is given. `strobe.compat.signatures` and
+    `flex_attention` call this.
 
     options: (scale, softcap, deterministic). packing: (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k).
     """

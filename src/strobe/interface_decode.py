@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 from torch import Tensor
 
 from .errors import wrong_type
+from .mods.mask import MaskMod
+from .mods.score import ScoreMod
 from .ops import decode as ops_decode
+from .ops import mods as ops_mods
 from .problem.append import AppendCall
 from .problem.cache import DenseCache, Held, PagedCache, Rotary
 from .problem.decode import DecodeCall
-from .problem.foreign_arguments import unknown
+from .problem.foreign_arguments import no_mask, unknown
 from .problem.keywords import Window, band, options_of, output_tensor
-from .problem.mask import as_int32
+from .problem.mask import Mask, as_int32
 from .problem.merge import Partial
 from .selection.select import Choice
 
 
 def attention_decode(
     q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None,
+    mask: Mask | None = None, score_mod: ScoreMod | Callable | None = None,
     scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
     out: Tensor | None = None,
@@ -40,6 +45,8 @@ def attention_decode(
         causal: with n = seqlens[b], row i has position n - T + i and attends to the keys up to this position.
         window: (left, right), the number of keys on each side of this position, both ends included; None or a negative
             number means no bound.
+        mask, score_mod: as in `attention`. q_idx is a row's position n - T + i, and kv_idx a key's, both counted from
+            the sequence's first key. Functions of them run on the CPU and portable kernels.
         scale, softcap, sinks, kernel: as in `attention`.
         batch_invariant: make a row's bits independent of batch size, position, padding and page layout, and equal to
             those of its prefill.
@@ -53,11 +60,13 @@ def attention_decode(
     if others:
         raise unknown(attention_decode, others)
     call = _call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel))
-    return ops_decode.run(call, out if out is None else output_tensor(out), True)[0]
+    out = out if out is None else output_tensor(out)
+    return ops_mods.attend_decode(call, score_mod, _checked(mask), out)[0]
 
 
 def partial_attention_decode(
     q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None,
+    mask: Mask | None = None, score_mod: ScoreMod | Callable | None = None,
     scale: float | None = None,
     softcap: float | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
@@ -78,11 +87,13 @@ def partial_attention_decode(
     if others:
         raise unknown(partial_attention_decode, others)
     call = _call(q, cache, _settings(causal, window, scale, softcap, None, batch_invariant, kernel))
-    return Partial(*ops_decode.run(call._replace(partial=True)))
+    out, lse = ops_mods.attend_decode(call._replace(partial=True), score_mod, _checked(mask))
+    return Partial(out, lse)  # type: ignore[arg-type]  # a partial call has an lse
 
 
 def explain_decode(
     q: Tensor, cache: PagedCache | DenseCache, *, causal: bool = True, window: Window | None = None,
+    mask: Mask | None = None, score_mod: ScoreMod | Callable | None = None,
     scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
     **others: NoReturn,
@@ -97,9 +108,8 @@ def explain_decode(
     """
     if others:
         raise unknown(explain_decode, others)
-    return ops_decode.decide(
-        ops_decode.prepare(_call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel)))
-    )
+    call = _call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel))
+    return ops_mods.choice_decode(call, score_mod, _checked(mask))
 
 
 def append(
@@ -154,6 +164,15 @@ def _settings(
     left, right = band(causal, window)
     scale, cap, _, batch_invariant, name = options_of(scale, softcap, False, batch_invariant, kernel)
     return sinks, left, right, scale, cap, batch_invariant, name
+
+
+def _checked(mask: Mask | None) -> MaskMod | None:
+    """A mask as a function of positions. `causal` and `window` are arguments of a decode's kernels, other masks not."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Mask):
+        raise no_mask(mask)
+    return MaskMod.of(mask)
 
 
 def _call(q: Tensor, cache: PagedCache | DenseCache, settings: Settings) -> DecodeCall:

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import InvalidProblem, UnsupportedProblem
-from .interface import attention, partial_attention
+from .errors import InvalidProblem
+from .interface import attention, call_of
 from .mods.mask import mask_mod
 from .mods.score import ScoreMod
+from .ops import mods as ops_mods
 
 
 def flex_attention(
@@ -28,11 +29,12 @@ def flex_attention(
     torch.Size([1, 2, 128, 16])
 
     Args:
-        query, key, value: [B, H, S, D], as torch lays them out.
+        query, key, value: [B, H, S, D], as torch lays them out. A batch of 1 of key and value serves all entries.
         score_mod: (score, b, h, q_idx, kv_idx) -> score.
         block_mask: a BlockMask of torch. Blocks in no list are not seen.
         enable_gqa: key and value may have fewer heads than query.
-        return_lse: return (out, lse). return_aux: an AuxRequest; max_scores is not supported.
+        return_lse: return (out, lse). return_aux: an AuxRequest of lse, max_scores or both. max_scores, the greatest
+            score of each row after score_mod and mask, has no gradient.
         kernel_options: ignored; they tune torch's own kernels.
 
     Needs no torch.compile. Returns what torch returns: out [B, H, S, D], (out, lse) or (out, AuxOutput).
@@ -41,15 +43,23 @@ def flex_attention(
     if not enable_gqa and query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]:
         got, expected = f"{key.shape[1]} heads", f"query's {query.shape[1]} heads"
         raise InvalidProblem("key", got, expected, "pass enable_gqa=True to share key heads")
-    wants_lse = return_lse
-    if return_aux is not None:
-        if return_aux.max_scores:
-            raise UnsupportedProblem("return_aux with max_scores: strobe returns lse alone; leave max_scores out")
-        wants_lse = return_aux.lse
+    if key.dim() == 4 and key.shape[0] == 1 < query.shape[0]:
+        key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
+    if block_mask is not None and query.dim() == key.dim() == 4:
+        asked = query.shape[2], key.shape[2]
+        if tuple(block_mask.seq_lengths) != asked:
+            made = " x ".join(map(str, block_mask.seq_lengths))
+            raise InvalidProblem(
+                "block_mask", f"one of {made}", " x ".join(map(str, asked)), "make it for these lengths"
+            )
+    wants_lse = return_lse if return_aux is None else return_aux.lse
+    wants_max = return_aux is not None and return_aux.max_scores
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     mask = None if block_mask is None else mask_mod(block_mask)
-    if wants_lse:
-        found, lse = partial_attention(q, k, v, mask=mask, score_mod=score_mod, scale=scale)
+    greatest = None
+    if wants_lse or wants_max:
+        call = call_of(q, k, v, options=(scale, None, None))._replace(partial=True)
+        found, lse, greatest = ops_mods.run(ops_mods.bind(call, score_mod, mask, max_scores=wants_max))
         out = found.to(query.dtype).transpose(1, 2)
     else:
         out, lse = attention(q, k, v, mask=mask, score_mod=score_mod, scale=scale).transpose(1, 2), None
@@ -57,4 +67,4 @@ def flex_attention(
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput
 
-    return out, AuxOutput(lse=lse)
+    return out, AuxOutput(lse=lse if wants_lse else None, max_scores=greatest if wants_max else None)

@@ -220,15 +220,35 @@ def test_the_ops_pass_torchs_own_checks():
     arguments = ops_mods._arguments(call)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops_mods.FORWARD, arguments, test_utils=checks)
-    out, lse = ops_mods.FORWARD(*arguments)
+    out, lse, greatest = ops_mods.FORWARD(*arguments)
+    assert greatest.numel() == 0
+    torch.library.opcheck(ops_mods.FORWARD_OUT, (torch.empty_like(out), *arguments), test_utils=checks)
     torch.library.opcheck(ops_mods.BACKWARD, (torch.ones_like(out), out, lse, None, *arguments), test_utils=checks)
+
+
+def test_out_is_written_in_place():
+    functions = MODS["by_head"].make(torch.float32)
+    q, k, v = (t.detach() for t in _tensors(torch.float32))
+    mask, out = strobe.mask_mod(functions.mask), torch.full((2, 64, 4, 8), torch.nan)
+    assert strobe.attention(q, k, v, mask=mask, out=out) is out
+    assert torch.equal(out, strobe.attention(q, k, v, mask=mask))
+    offsets = torch.tensor([0, 64], dtype=torch.int32)
+    packed = torch.empty(64, 4, 8)
+    strobe.attention_varlen(q[0], k[0], v[0], cu_seqlens_q=offsets, score_mod=functions.score, mask=mask, out=packed)
+    assert torch.equal(packed, out[0])
 
 
 def test_what_is_not_supported_says_so():
     q, k, v = (t.detach() for t in _tensors(torch.float32))
     score = lambda s, b, h, q, k: s * 0.5
-    with pytest.raises(strobe.UnsupportedProblem, match="leave out= out"):
-        strobe.attention(q, k, v, score_mod=score, out=torch.empty(2, 64, 4, 8))
+    with pytest.raises(strobe.UnsupportedProblem, match="out= with gradients"):
+        strobe.attention(q.clone().requires_grad_(), k, v, score_mod=score, out=torch.empty(2, 64, 4, 8))
+    learned = torch.ones(4, requires_grad=True)
+    with pytest.raises(strobe.UnsupportedProblem, match="out= with gradients"):
+        strobe.attention(q, k, v, score_mod=strobe.alibi(learned), out=torch.empty(2, 64, 4, 8))
+    with pytest.raises(strobe.InvalidProblem, match="memory that tensor 0 of score_mod"):
+        held = torch.zeros(2, 64, 4, 8)
+        strobe.attention(q, k, v, score_mod=strobe.alibi(held[0, 0, :, 0]), out=held)
     with pytest.raises(strobe.UnsupportedProblem, match="outside the transform"):
         torch.func.grad(lambda q: strobe.attention(q, k, v, score_mod=score).sum())(q)
     wanted = q.clone().requires_grad_()

@@ -44,6 +44,9 @@ REMEDIES = {
 def test_a_foreign_keyword_names_what_to_use(function, name):
     value, remedy = REMEDIES[name]
     CALLS[function]()  # else right
+    if name in inspect.signature(function).parameters:
+        CALLS[function](**{name: value})
+        return
     with pytest.raises(TypeError, match=rf"^{name}: got {type(value).__name__}, expected .+; .+") as raised:
         CALLS[function](**{name: value})
     assert remedy in str(raised.value)
@@ -51,22 +54,31 @@ def test_a_foreign_keyword_names_what_to_use(function, name):
 
 @pytest.mark.parametrize("name", _INSTEAD)
 def test_what_says_nothing_is_refused_too(name):
-    function = strobe.attention_decode if name in ("mask", "score_mod") else strobe.attention
+    function = strobe.partial_attention if name == "dropout_p" else strobe.attention
+    if name in ("mask", "score_mod"):
+        with pytest.raises(TypeError, match=f"^{name}: got NoneType, expected .+; .+"):
+            _paged(**{name: None})
+        return
     with pytest.raises(TypeError, match=f"^{name}: got NoneType, expected .+; .+"):
         CALLS[function](**{name: None})
 
 
-@pytest.mark.parametrize("function", CACHED, ids=lambda function: function.__name__)
-def test_a_mask_where_there_is_none(function):
+def _paged(**given):
+    cache = strobe.DenseCache(K, K, torch.tensor([7, 7], dtype=torch.int32))
+    return strobe.attention_paged(P[:4], cache, cu_seqlens_q=torch.tensor([0, 1, 4], dtype=torch.int32), **given)
+
+
+def test_a_mask_where_there_is_none():
+    _paged()  # else right
     with pytest.raises(TypeError, match=r"^mask: got Mask, expected causal= and window=; "):
-        CALLS[function](mask=strobe.causal())
+        _paged(mask=strobe.causal())
 
 
 def test_no_remedy_names_an_argument_or_a_function_that_is_not_there():
     said = " ".join(" ".join(words) for words in _INSTEAD.values())
     assert set(re.findall(r"\b(\w+)=", said)) <= set(inspect.signature(strobe.attention).parameters)
     assert set(re.findall(r"\bstrobe\.(\w+)", said)) <= set(strobe.__all__)
-    assert not set(_INSTEAD) - {"mask", "score_mod"} & set(inspect.signature(strobe.attention).parameters)
+    assert not set(_INSTEAD) & set(inspect.signature(strobe.attention).parameters) - {"mask", "score_mod", "dropout_p"}
 
 
 def test_any_other_is_what_python_says_and_a_near_miss_is_named():

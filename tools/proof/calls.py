@@ -219,7 +219,7 @@ def _paged(width: int, page_size: int = 16, tokens: int = 512, promised: int = N
     scales = [torch.ones(k.shape[:3])] * 2 if token_scales else one[6:8]
     four: Any = [None if t is None else t.repeat(4, *[1] * (t.dim() - 1)) for t in one[3:6]]
     q, offsets = one.q[0, :1].repeat(tokens, 1, 1), torch.tensor([0, tokens, tokens, tokens, tokens], dtype=torch.int32)
-    rest: Any = *four[1:], *scales, one.sinks, promised, *one[9:]
+    rest: Any = *four[1:], *scales, one.sinks, promised, *one[9:-1]
     return PagedCall(q, k, v, four[0], offsets, *rest)
 
 

@@ -67,7 +67,11 @@ def attend_packed(
     return attend(call, plan, band, documents if mask is None else documents & mask, None)[0]
 
 
-def refuse_score_mod(score_mod: object) -> None:
+def refuse_score_mod(score_mod: object, dropout_p: float = 0.0) -> None:
+    if dropout_p:
+        raise UnsupportedProblem(
+            "dropout_p with context_parallel: a part of the rows has other indices; drop no weights"
+        )
     if score_mod is not None:
         raise UnsupportedProblem(
             "score_mod with context_parallel: a part of the rows has other indices; use softcap, masks or sinks"

@@ -5,8 +5,9 @@
     mask_mod(b, h, q_idx, kv_idx, aux)                           bool           of `mask_text`
 
 aux is one flat tuple: for each captured tensor its pointer, then the stride and the size of each dimension; then the
-numbers; then S_k - S_q, if the program reads it; then, in a backward, the pointer and the strides of each gradient that
-is added to. `aux_of` builds it. Positions come unbroadcast, so what depends on a row alone is computed once a row.
+numbers; then S_k - S_q, if the program reads it (of packed sequences the pointers of cu_seqlens_q and cu_seqlens_k,
+from which it is computed); then, in a backward, the pointer and the strides of each gradient that is added to. `aux_of`
+builds it. Positions come unbroadcast, so what depends on a row alone is computed once a row.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Refusal(ValueError):
 
 
 @lru_cache(maxsize=256)
-def forward_text(text: str) -> str:
-    """The source of score_mod for a score's program.
+def forward_text(text: str, packed: bool = False) -> str:
+    """The source of score_mod for a score's program. packed: of packed sequences.
 
     >>> from .program import build
     >>> text = build(lambda p: [p.add(p.input("score"), p.cast(p.input("q"), FLOAT))]).text
@@ -86,26 +87,29 @@ def forward_text(text: str) -> str:
         v3 = score + v2
         return v3
     """
-    return _function("score_mod", "score, b, h, q_idx, kv_idx, aux", Program.parse(text))
+    return _function("score_mod", "score, b, h, q_idx, kv_idx, aux", Program.parse(text), packed)
 
 
 @lru_cache(maxsize=256)
-def mask_text(text: str) -> str:
+def mask_text(text: str, packed: bool = False) -> str:
     """The source of mask_mod for a mask's program."""
-    return _function("mask_mod", "b, h, q_idx, kv_idx, aux", Program.parse(text))
+    return _function("mask_mod", "b, h, q_idx, kv_idx, aux", Program.parse(text), packed)
 
 
 @lru_cache(maxsize=256)
-def backward_text(text: str, adds: bool = True, keys_aligned: bool = True) -> str:
+def backward_text(text: str, adds: bool = True, keys_aligned: bool = True, packed: bool = False) -> str:
     """The source of score_mod_bwd for a gradient's program. It adds to captured tensors' gradients by atomics; with
     adds=False it does not. Where it adds, its scores are transposed, [keys, queries], and begin at a multiple of 16
     queries, and with keys_aligned of 16 keys.
     """
     arguments = "dscore, score, b, h, q_idx, kv_idx, aux"
-    return _function("score_mod_bwd", arguments, Program.parse(text), adds, keys_aligned)
+    return _function("score_mod_bwd", arguments, Program.parse(text), packed, adds, keys_aligned)
 
 
-def aux_of(program: Program, tensors: Sequence[Tensor], numbers: Sequence[float], diagonal: int = 0) -> tuple:
+Diagonal = int | tuple[Tensor, Tensor]  # S_k - S_q, or (cu_seqlens_q, cu_seqlens_k)
+
+
+def aux_of(program: Program, tensors: Sequence[Tensor], numbers: Sequence[float], diagonal: Diagonal = 0) -> tuple:
     """The tuple `aux` of a program, without the pointers of gradients."""
     aux: list[Tensor | int | float] = []
     for tensor in tensors:
@@ -113,7 +117,9 @@ def aux_of(program: Program, tensors: Sequence[Tensor], numbers: Sequence[float]
         for stride, size in zip(tensor.stride(), tensor.shape):
             aux += [stride, size]
     aux += [float(n) if kind == FLOAT else int(n) for n, kind in zip(numbers, program.numbers)]
-    return (*aux, diagonal) if program.reads("diagonal") else tuple(aux)
+    if not program.reads("diagonal"):
+        return tuple(aux)
+    return (*aux, *diagonal) if isinstance(diagonal, tuple) else (*aux, diagonal)
 
 
 def gradient_aux_of(program: Program, gradients: Sequence[Tensor | None]) -> tuple:
@@ -133,7 +139,8 @@ def gradient_aux_of(program: Program, gradients: Sequence[Tensor | None]) -> tup
 class _Places:
     """Where things are in aux."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, packed: bool) -> None:
+        self.packed = packed
         self.tensors: list[int] = []
         at = 0
         for captured in program.tensors:
@@ -141,15 +148,17 @@ class _Places:
             at += 1 + 2 * captured.ndim
         self.numbers = at
         self.diagonal = at + len(program.numbers)
-        at = self.diagonal + program.reads("diagonal")
+        at = self.diagonal + program.reads("diagonal") * (1 + packed)
         self.gradients: list[int] = []
         for scatter in program.scatters:
             self.gradients.append(at)
             at += 1 + scatter.ndim
 
 
-def _function(name: str, arguments: str, program: Program, adds: bool = True, keys_aligned: bool = True) -> str:
-    places = _Places(program)
+def _function(
+    name: str, arguments: str, program: Program, packed: bool, adds: bool = True, keys_aligned: bool = True
+) -> str:
+    places = _Places(program, packed)
     ranges = node_bounds(program, {one: _POSITION for one in ("b", "h", "q", "k")})
     names: list[str] = []
     lines: list[str] = []
@@ -196,8 +205,11 @@ def _result(program: Program, names: Sequence[str]) -> str:
 
 def _words(node: Node, args: list[str], program: Program, places: _Places, ranges: list[Interval]) -> str:
     if node.op == "input":
-        if node.value == "diagonal":  # an int of 1 arrives as a constant, which has no `.to`
-            return f"aux[{places.diagonal}] + q_idx * 0"
+        if node.value == "diagonal":
+            if places.packed:
+                rows, keys = (_length(f"aux[{places.diagonal + n}]") for n in (0, 1))
+                return f"({keys} - {rows}) + q_idx * 0"
+            return f"aux[{places.diagonal}] + q_idx * 0"  # an int of 1 arrives as a constant, which has no `.to`
         return _ARGUMENTS[str(node.value)]
     if node.op == "const":
         infinite = {"inf": 'float("inf")', "-inf": 'float("-inf")', "nan": 'float("nan")'}
@@ -222,6 +234,11 @@ def _words(node: Node, args: list[str], program: Program, places: _Places, range
     if node.op in ("floordiv", "mod", "fmod"):
         return _division(node, args, ranges)
     return (_UNARY.get(node.op) or _BINARY[node.op]).format(*args)
+
+
+def _length(offsets: str) -> str:
+    """The length of packed sequence b."""
+    return f"(tl.load({offsets} + b + 1) - tl.load({offsets} + b))"
 
 
 def _division(node: Node, args: list[str], ranges: list[Interval]) -> str:

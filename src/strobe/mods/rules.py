@@ -220,6 +220,7 @@ RULES: dict[str, Rule] = {
     "logical_not": lambda p, kind, a, _: p.unary("not", p.cast(_as_node(p, a[0]), BOOL)),
     "bitwise_not": _unary("not"),
     "isnan": lambda p, kind, a, _: p.compare("ne", _as_node(p, a[0]), _as_node(p, a[0])),
+    "tan": _floating(lambda p, x: p.div(p.call("sin", x), p.call("cos", x)), 1),
     "reciprocal": _floating(lambda p, x: p.div(p.const(1.0), x), 1),
     "relu": lambda p, kind, a, _: p.binary("max", _as_node(p, a[0]), p.const(0, kind), kind),
     "gelu": _floating(_gelu, 1),

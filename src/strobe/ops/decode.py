@@ -75,7 +75,7 @@ def _scattered(call: DecodeCall | PagedCall | AppendCall) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- running it
 
 
-def _write(
+def write(
     choice: Choice[Any], call: DecodeCall | PagedCall, t: Forward, workspace: dict[str, Tensor] | None = None
 ) -> None:
     if not choice.problem.vacuous:
@@ -94,7 +94,7 @@ def attend(call: DecodeCall | PagedCall, choice: Choice[Any], alone: bool = Fals
     launches = launches_here(plan, call.q)
     if launches is None:
         out, lse = (call.q.new_empty_strided(*like[:2], dtype=like[2]) for like in (kind, lse_kind))
-        _write(choice, call, Forward(out, lse))
+        write(choice, call, Forward(out, lse))
         return out, lse
     out, lse, size = empty_here(*kind), None if alone else empty_here(*lse_kind), plan.room + alone * problem.lse_bytes
     held = [empty_here((size,), (1,), torch.uint8)] if size else []
@@ -103,7 +103,7 @@ def attend(call: DecodeCall | PagedCall, choice: Choice[Any], alone: bool = Fals
     launch = launches.get(decode_addresses(call, *written))
     if launch is None or not launch():
         lse = held[0][plan.room :].view(lse_kind[2]).view(lse_kind[0]) if lse is None else lse
-        _write(choice, call, Forward(out, lse), cut(plan, held if plan.room else []))
+        write(choice, call, Forward(out, lse), cut(plan, held if plan.room else []))
     return out, lse
 
 
@@ -128,7 +128,7 @@ def write_out(out: Tensor, call: DecodeCall | PagedCall, choice: Choice[Any]) ->
         out, read, ("q", "the cache's k", "the cache's v", "sinks", "the cache's k_scale", "the cache's v_scale")
     )
     lse = call.q.new_empty(problem.out_shapes[1], dtype=problem.lse_dtype)
-    _write(choice, call, Forward(out, lse))
+    write(choice, call, Forward(out, lse))
     written(out)
     return lse
 
@@ -184,7 +184,7 @@ def _check_new_apart(call: AppendCall) -> None:
 # ---------------------------------------------------------------- schemas and fakes
 
 
-def _decode_fake(*flat: Any) -> tuple[Tensor, Tensor]:
+def decode_fake(*flat: Any) -> tuple[Tensor, Tensor]:
     call = DecodeCall(*flat)
     decode.check(call)
     (batch, rows, heads, _), wide = call.q.shape, accumulator(call.q.dtype)
@@ -192,8 +192,8 @@ def _decode_fake(*flat: Any) -> tuple[Tensor, Tensor]:
     return out, call.q.new_empty((batch, heads, rows), dtype=wide)
 
 
-def _decode_out_fake(out: Tensor, *flat: Any) -> Tensor:
-    like, lse = _decode_fake(*flat)
+def decode_out_fake(out: Tensor, *flat: Any) -> Tensor:
+    like, lse = decode_fake(*flat)
     check_out(out, tuple(like.shape), like.dtype, like)
     writes_to(out)
     return lse
@@ -213,8 +213,9 @@ def _appended_fake(*flat: Any) -> tuple[Tensor, Tensor]:
 
 
 def fields(kind: type[DecodeCall] | type[PagedCall] | type[AppendCall]) -> str:
-    """The arguments of an op in its schema."""
+    """The arguments of an op in its schema. The ops of `ops.mods` take the parts of `mods`."""
     words = {name: getattr(note, "__forward_arg__", note) for name, note in kind.__annotations__.items()}
+    words.pop("mods", None)
     return schema(words, kind._field_defaults)
 
 
@@ -225,8 +226,8 @@ LIBRARY.define(
 )
 LIBRARY.define(f"appended({fields(AppendCall)}) -> (Tensor, Tensor)")
 for _name, _body, _fake in (
-    ("decode", _decode, _decode_fake),
-    ("decode_out", _decode_out, _decode_out_fake),
+    ("decode", _decode, decode_fake),
+    ("decode_out", _decode_out, decode_out_fake),
     ("append", _append, _append_fake),
     ("appended", _appended, _appended_fake),
 ):
@@ -276,9 +277,9 @@ def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tup
     if out is not None:
         check_no_vmap(out, call.tensors)
         if written_by_copy(out):
-            return copied(out, DECODE(*call), call.q)
-        return out, DECODE_OUT(out, *call)
-    return DECODE(*call)
+            return copied(out, DECODE(*call[:-1]), call.q)
+        return out, DECODE_OUT(out, *call[:-1])
+    return DECODE(*call[:-1])
 
 
 def append(call: AppendCall) -> None:

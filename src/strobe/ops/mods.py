@@ -1,4 +1,4 @@
-"""The ops of calls with a custom score or mask: `strobe::mod_forward` and `strobe::mod_backward`.
+"""The ops of calls with a custom score or mask or with dropout: `strobe::mod_forward`, `mod_backward`, `mod_decode`.
 
 A function travels through an op as the text of its program, and its captured tensors as a list. So a compiled graph
 holds all that it needs.
@@ -13,26 +13,32 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedProblem
+from ..kernels.protocol import Forward
 from ..mods.mask import MaskMod
 from ..mods.program import Program
 from ..mods.score import as_score_mod
 from ..problem import torch_private
-from ..problem.call import FIELD_KINDS, Call, Mods, ModTexts, accumulator, check_captured
+from ..problem.call import FIELD_KINDS, Call, accumulator, check_captured
+from ..problem.decode import DecodeCall, refuse_gradients
 from ..problem.mask import Mask
+from ..problem.mods import Dropout, Mods, ModTexts
 from ..problem.problem import Problem
-from ..problem.torch_state import distinct, in_autocasts_dtype, tangents
+from ..problem.torch_state import distinct, in_autocasts_dtype, tangents, written_by_copy
 from ..selection.select import Choice
-from . import attention, fake
+from . import attention, decode, fake
 from .attention import LIBRARY, decide, wants_gradients, write, write_gradients
-from .fake import forward_mode, schema
+from .fake import check_apart, check_no_vmap, check_out, copied, forward_mode, schema, written
 
 _TEXTS = "str score_mod, str score_mod_bwd, str mask_mod"
 _CAPTURED = "Tensor[] score_tensors, Tensor[] mask_tensors, float[] score_numbers, float[] mask_numbers"
+_EXTRAS = "float dropout_p, Tensor? dropout_seed, bool max_scores"
 _FIELDS = schema(FIELD_KINDS, Call._field_defaults)
-_COUNT = 7  # arguments of an op that describe the functions
+_COUNT = 10  # arguments of an op that describe the functions and the dropout
 
 
-def bind(call: Call, score: object, mask: Mask | None) -> Call:
+def bind(
+    call: Call, score: object, mask: Mask | None, dropout: Dropout | None = None, max_scores: bool = False
+) -> Call:
     """The call with its custom score and mask: programs, and the tensors and numbers that the functions capture now.
 
     score: a ScoreMod, a function, or None. Of the mask only a function is read; the call has the built-in part.
@@ -53,66 +59,111 @@ def bind(call: Call, score: object, mask: Mask | None) -> Call:
     if isinstance(mask, MaskMod):
         seen = mask.bind()
         texts = texts._replace(mask=seen.program.text)
-        mods = mods._replace(texts=texts, mask_tensors=seen.tensors, mask_numbers=seen.numbers)
-    call = call._replace(mods=mods, needs_grad=needs_grad)
+        mods = mods._replace(mask_tensors=seen.tensors, mask_numbers=seen.numbers)
+    if dropout is not None:
+        mods = mods._replace(dropout_p=dropout.p, dropout_seed=dropout.seed_on(call.q.device))
+    texts = texts._replace(dropout=dropout is not None, max_scores=max_scores, packed=call.packed)
+    call = call._replace(mods=mods._replace(texts=texts), needs_grad=needs_grad)
     check_captured(call)  # here, since the dispatcher would take a list with a tensor of another device elsewhere
     return call
 
 
-def attend(call: Call, score: object, mask: Mask | None, out: Tensor | None = None) -> tuple[Tensor, ...]:
+def attend(
+    call: Call, score: object, mask: Mask | None, out: Tensor | None = None, dropout: Dropout | None = None
+) -> tuple[Tensor, ...]:
     """out and lse of a call with or without a custom score and mask."""
-    if score is None and not isinstance(mask, MaskMod):
+    if score is None and dropout is None and not isinstance(mask, MaskMod):
         return attention.run(call, out, not call.partial)
-    return run(bind(call, score, mask), out)
+    return run(bind(call, score, mask, dropout), out)
 
 
-def choice(call: Call, score: object, mask: Mask | None) -> Choice[Problem]:
+def choice(call: Call, score: object, mask: Mask | None, dropout: Dropout | None = None) -> Choice[Problem]:
     """The Choice of a call with or without a custom score and mask."""
-    if score is None and not isinstance(mask, MaskMod):
+    if score is None and dropout is None and not isinstance(mask, MaskMod):
         return decide(attention.prepare(call))
-    return decide(bind(call, score, mask))
+    return decide(bind(call, score, mask, dropout))
 
 
-def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse of a call that `bind` made."""
-    if out is not None:
-        raise UnsupportedProblem("out= with score_mod or a mask function: leave out= out")
+def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and the greatest score of each row (empty if the call does not ask for it) of a call that `bind`
+    made."""
     mods = call.mods or Mods(ModTexts())
     if tangents((*call[:3], *mods.tensors)):
         raise forward_mode()
+    if out is not None:
+        check_no_vmap(out, (*call[:3], *mods.tensors))
+        if call.needs_grad or out.requires_grad:
+            raise UnsupportedProblem("out= with gradients: leave out= out, or call under torch.no_grad()")
+        if written_by_copy(out):
+            found = FORWARD(*_arguments(call))
+            return *copied(out, found[:2], call.q), found[2]
+        return out, *FORWARD_OUT(out, *_arguments(call))
     if not call.needs_grad:
         return FORWARD(*_arguments(call))
-    split = len(mods.score_tensors)
-    flat = *mods.texts, mods.score_numbers, mods.mask_numbers
-    rest = *mods.tensors, *call[:-1]
+    counts = len(mods.score_tensors), len(mods.mask_tensors)
+    constants = *mods.texts, mods.score_numbers, mods.mask_numbers, mods.dropout_p
+    rest = *mods.tensors, mods.dropout_seed, *call[:-1]
     rest = distinct(rest) if torch.compiler.is_compiling() else rest
-    return _ModifiedAttention.apply(split, flat, len(mods.tensors), *rest)
+    return _ModifiedAttention.apply(counts, constants, *rest)
 
 
-def _arguments(call: Call) -> tuple:
-    mods = call.mods or Mods(ModTexts())
+def _arguments(call: Call | DecodeCall) -> tuple:
+    return *_flat(call.mods or Mods(ModTexts())), *call[:-1]
+
+
+def _flat(mods: Mods) -> tuple:
     captured = list(mods.score_tensors), list(mods.mask_tensors), list(mods.score_numbers), list(mods.mask_numbers)
-    return *mods.texts, *captured, *call[:-1]
+    return *mods.texts[:3], *captured, mods.dropout_p, mods.dropout_seed, mods.texts.max_scores
+
+
+def _mods(flat: tuple, packed: bool) -> Mods:
+    """An op's first arguments as Mods."""
+    score, gradient, mask, score_tensors, mask_tensors, score_numbers, mask_numbers, p, seed, max_scores = flat
+    texts = ModTexts(score, gradient, mask, seed is not None, max_scores, packed)
+    captured = tuple(score_tensors), tuple(mask_tensors)
+    return Mods(texts, *captured, tuple(score_numbers), tuple(mask_numbers), p, seed)
 
 
 def _received(flat: tuple) -> Call:
     """An op's arguments as a Call."""
-    score, gradient, mask, *captured = flat[:_COUNT]
-    mods = Mods(ModTexts(score, gradient, mask), *(tuple(one) for one in captured))
-    return attention.received(flat[_COUNT:])._replace(mods=mods)
+    call = attention.received(flat[_COUNT:])
+    return call._replace(mods=_mods(flat[:_COUNT], call.packed))
 
 
 # ---------------------------------------------------------------- the ops
 
 
-def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
+def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = _received(flat)
-    found = decide(call)
+    choice = decide(call)
     out, lse = [
-        call.q.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in found.problem.outputs
+        call.q.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in choice.problem.outputs
     ]
-    write(found, call, out, lse)
-    return out, lse
+    return out, lse, _write(choice, call, out, lse)
+
+
+def _forward_out(out: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
+    call = _received(flat)
+    choice, mods = decide(call), call.mods or Mods(ModTexts())
+    check_out(out, choice.problem.out_shapes[0], choice.problem.out_dtype, call.q)
+    captured = [f"tensor {n} of score_mod or mask" for n in range(len(mods.tensors))]
+    check_apart(out, (*call[:3], call.sinks, *mods.tensors), ("q", "k", "v", "sinks", *captured))
+    shape, strides, dtype = choice.problem.outputs[1]
+    lse = call.q.new_empty_strided(shape, strides, dtype=dtype)
+    greatest = _write(choice, call, out, lse)
+    written(out)
+    return lse, greatest
+
+
+def _write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> Tensor:
+    """Run a forward. Returns the greatest score of each row; empty if the call does not ask for it."""
+    mods = call.mods or Mods(ModTexts())
+    if not mods.texts.max_scores:
+        write(choice, call, out, lse)
+        return lse.new_empty(0)
+    greatest = torch.full_like(lse, -torch.inf)
+    write(choice, call._replace(mods=mods._replace(max_scores=greatest)), out, lse)
+    return greatest
 
 
 def _backward(
@@ -149,8 +200,14 @@ def _scattered(gradient: str) -> tuple[int, ...]:
     return tuple(scatter.tensor for scatter in Program.parse(gradient).scatters) if gradient else ()
 
 
-def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor]:
-    return fake.forward(*flat[_COUNT:])
+def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = fake.forward(*flat[_COUNT:])
+    return out, lse, torch.empty_like(lse) if flat[_COUNT - 1] else lse.new_empty(0)
+
+
+def _fake_forward_out(out: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
+    lse = fake.forward_out(out, *flat[_COUNT:])
+    return lse, torch.empty_like(lse) if flat[_COUNT - 1] else lse.new_empty(0)
 
 
 def _fake_backward(
@@ -162,58 +219,146 @@ def _fake_backward(
     return dq, dk, dv, dsinks, captured
 
 
-LIBRARY.define(f"mod_forward({_TEXTS}, {_CAPTURED}, {_FIELDS}) -> (Tensor, Tensor)")
-LIBRARY.define(
-    f"mod_backward(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_TEXTS}, {_CAPTURED}, {_FIELDS}) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor[])"
+# ---------------------------------------------------------------- decode
+
+
+def bind_decode(call: DecodeCall, score: object, mask: Mask | None) -> DecodeCall:
+    """The DecodeCall with a custom score, and a mask that is a function. Gradients are refused, so there is none."""
+    mods = Mods(ModTexts())
+    if score is not None:
+        bound = as_score_mod(score).bind(False)
+        mods = mods._replace(texts=ModTexts(bound.text), score_tensors=bound.tensors, score_numbers=bound.numbers)
+    if isinstance(mask, MaskMod):
+        seen = mask.whole.bind()
+        texts = mods.texts._replace(mask=seen.program.text)
+        mods = mods._replace(texts=texts, mask_tensors=seen.tensors, mask_numbers=seen.numbers)
+    call = decode.prepare(call)._replace(mods=mods)
+    check_captured(call)
+    return call
+
+
+def attend_decode(
+    call: DecodeCall, score: object, mask: Mask | None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse of a decode with or without a custom score and mask."""
+    if score is None and mask is None:
+        return decode.run(call, out, not call.partial)
+    call = bind_decode(call, score, mask)
+    read = [*call.tensors, *(call.mods or Mods(ModTexts())).tensors]
+    refuse_gradients(read if out is None else [*read, out], "decode")
+    if out is None:
+        return DECODE(*_arguments(call))
+    check_no_vmap(out, read)
+    if written_by_copy(out):
+        return copied(out, DECODE(*_arguments(call)), call.q)
+    return out, DECODE_OUT(out, *_arguments(call))
+
+
+def choice_decode(call: DecodeCall, score: object, mask: Mask | None) -> Choice:
+    if score is None and mask is None:
+        return decode.decide(decode.prepare(call))
+    return decode.decide(bind_decode(call, score, mask))
+
+
+def _decode_received(flat: tuple) -> DecodeCall:
+    return DecodeCall(*flat[_COUNT:])._replace(mods=_mods(flat[:_COUNT], False))
+
+
+def _decode(*flat: Any) -> tuple[Tensor, Tensor]:
+    call = _decode_received(flat)
+    found = decode.decide(call)
+    out, lse = (call.q.new_empty_strided(*like[:2], dtype=like[2]) for like in found.problem.outputs)
+    decode.write(found, call, Forward(out, lse))
+    return out, lse
+
+
+def _decode_out(out: Tensor, *flat: Any) -> Tensor:
+    call = _decode_received(flat)
+    return decode.write_out(out, call, decode.decide(call))
+
+
+def _fake_decode(*flat: Any) -> tuple[Tensor, Tensor]:
+    return decode.decode_fake(*flat[_COUNT:])
+
+
+def _fake_decode_out(out: Tensor, *flat: Any) -> Tensor:
+    return decode.decode_out_fake(out, *flat[_COUNT:])
+
+
+# ---------------------------------------------------------------- registration
+
+
+_ALL = f"{_TEXTS}, {_CAPTURED}, {_EXTRAS}"
+_DECODE_FIELDS = decode.fields(DecodeCall)
+_GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor[])"
+_BODIES: tuple[tuple[str, str, Callable, Callable], ...] = (
+    ("mod_forward", f"({_ALL}, {_FIELDS}) -> (Tensor, Tensor, Tensor)", _forward, _fake_forward),
+    ("mod_forward_out", f"(Tensor(a!) out, {_ALL}, {_FIELDS}) -> (Tensor, Tensor)", _forward_out, _fake_forward_out),
+    (
+        "mod_backward",
+        f"(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_ALL}, {_FIELDS}) -> {_GRADIENTS}",
+        _backward,
+        _fake_backward,
+    ),
+    ("mod_decode", f"({_ALL}, {_DECODE_FIELDS}) -> (Tensor, Tensor)", _decode, _fake_decode),
+    ("mod_decode_out", f"(Tensor(a!) out, {_ALL}, {_DECODE_FIELDS}) -> Tensor", _decode_out, _fake_decode_out),
 )
-_BODIES: tuple[tuple[str, Callable, Callable], ...] = (
-    ("mod_forward", _forward, _fake_forward),
-    ("mod_backward", _backward, _fake_backward),
-)
-for _name, _body, _fake in _BODIES:
+for _name, _schema, _body, _fake in _BODIES:
+    LIBRARY.define(f"{_name}{_schema}")
     LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
 
 FORWARD = torch.ops.strobe.mod_forward.default
+FORWARD_OUT = torch.ops.strobe.mod_forward_out.default
 BACKWARD = torch.ops.strobe.mod_backward.default
+DECODE = torch.ops.strobe.mod_decode.default
+DECODE_OUT = torch.ops.strobe.mod_decode_out.default
+
+
+# ---------------------------------------------------------------- autograd
 
 
 class _ModifiedAttention(torch.autograd.Function):
-    """Autograd of a call with functions. Captured tensors of the score come first among the arguments."""
+    """Autograd of a call with functions. rest: captured tensors of the score, then of the mask, the seed of dropout,
+    and the call's fields.
+    """
 
     @staticmethod
-    def forward(ctx, split, flat, count, *rest):
-        tensors, fields = rest[:count], rest[count:]
-        call = _modified(split, flat, tensors, fields)
-        out, lse = FORWARD(*_arguments(call))
+    def forward(ctx, counts, constants, *rest):
+        call = _modified(counts, constants, rest)
+        out, lse, greatest = FORWARD(*_arguments(call))
         ctx.save_for_backward(out, lse, *(one for one in rest if isinstance(one, Tensor)))
-        ctx.plan = split, flat, count, [None if isinstance(one, Tensor) else (one,) for one in rest]
+        ctx.plan = counts, constants, [None if isinstance(one, Tensor) else (one,) for one in rest]
         ctx.set_materialize_grads(False)
-        return out, lse
+        ctx.mark_non_differentiable(greatest)
+        return out, lse, greatest
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse, _dgreatest):
         if torch.is_grad_enabled():
             raise UnsupportedProblem("double backward: strobe has no second derivative of score_mod")
-        split, flat, count, plain = ctx.plan
+        counts, constants, plain = ctx.plan
         out, lse, *saved = ctx.saved_tensors
         held = iter(saved)
         rest = [next(held) if one is None else one[0] for one in plain]
-        call = _modified(split, flat, rest[:count], rest[count:])
+        call = _modified(counts, constants, rest)
         dout = torch.zeros_like(out) if dout is None else dout
         dq, dk, dv, dsinks, captured = BACKWARD(dout, out, lse, dlse, *_arguments(call))
         gradients: list[Tensor | None] = [None] * len(rest)
-        scattered = _scattered(flat[1])
+        scattered = _scattered(constants[1])
         for n, one in enumerate(captured):
             gradients[n] = one if n in scattered else None
-        gradients[count : count + 3] = dq, dk, dv
+        start = sum(counts) + 1
+        gradients[start : start + 3] = dq, dk, dv
         if call.sinks is not None:
-            gradients[count + Call._fields.index("sinks")] = dsinks
-        return None, None, None, *gradients
+            gradients[start + Call._fields.index("sinks")] = dsinks
+        return None, None, *gradients
 
 
-def _modified(split: int, flat: tuple, tensors: Sequence[Tensor], fields: Sequence[Any]) -> Call:
-    *texts, score_numbers, mask_numbers = flat
-    mods = Mods(ModTexts(*texts), tuple(tensors[:split]), tuple(tensors[split:]), score_numbers, mask_numbers)
+def _modified(counts: tuple[int, int], constants: tuple, rest: Sequence[Any]) -> Call:
+    *texts, score_numbers, mask_numbers, p = constants
+    split, count = counts[0], sum(counts)
+    seed, fields = rest[count], rest[count + 1 :]
+    numbers = score_numbers, mask_numbers
+    mods = Mods(ModTexts(*texts), tuple(rest[:split]), tuple(rest[split:count]), *numbers, p, seed)
     return Call(*fields)._replace(mods=mods)

@@ -6,47 +6,20 @@
 from __future__ import annotations
 
 import math
-import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
 from .mask import MOST_KEYS, NO_BOUND, Documents, Mask, MaskStructure, check_strided
+from .mods import Mods
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 MOST_SCALE = 1e38  # kernels multiply it by log2(e); the product must be a finite float32
 FARTHEST = (
     2**30
 )  # larger window bounds are clamped to this, so that a kernel's sum with an int32 position does not overflow
-
-
-class ModTexts(NamedTuple):
-    """The programs of a custom score, of its gradient, and of a custom mask, as text (`mods.program`); empty: none."""
-
-    score: str = ""
-    gradient: str = ""
-    mask: str = ""
-
-    def __str__(self) -> str:
-        names = [("score_mod", self.score), ("mask_mod", self.mask)]
-        return ", ".join(f"{name} {zlib.crc32(text.encode()):08x}" for name, text in names if text)
-
-
-class Mods(NamedTuple):
-    """A custom score and mask with the tensors and numbers that they capture in this call."""
-
-    texts: ModTexts
-    score_tensors: tuple[Tensor, ...] = ()
-    mask_tensors: tuple[Tensor, ...] = ()
-    score_numbers: tuple[float, ...] = ()
-    mask_numbers: tuple[float, ...] = ()
-    gradients: tuple[Tensor | None, ...] = ()  # of score_tensors, in the accumulators' dtype: a backward adds to them
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.score_tensors + self.mask_tensors
 
 
 class Call(NamedTuple):
@@ -116,7 +89,7 @@ class Call(NamedTuple):
         given = [field for field in optionals if field is not None]
         absent = [field is None for field in optionals]
         tensors, rest = (*self[:3], *given), (*self[SCALARS], *absent, *self[OPTIONAL_TENSORS.stop : -1])
-        return (tensors, rest) if self.mods is None else ((*tensors, *self.mods.tensors), (*rest, self.mods.texts))
+        return (tensors, rest) if self.mods is None else ((*tensors, *self.mods.read), (*rest, self.mods.texts))
 
     @property
     def with_grad(self) -> Call:
@@ -302,9 +275,9 @@ def _check_tensors(call: Call) -> None:
     check_captured(call)
 
 
-def check_captured(call: Call) -> None:
-    """Validate the tensors that a custom score or mask captures."""
-    for tensor in () if call.mods is None else call.mods.tensors:
+def check_captured(call: Any) -> None:
+    """Validate the tensors that the custom score or mask of a Call or DecodeCall captures, and the seed of dropout."""
+    for tensor in () if call.mods is None else call.mods.read:
         if tensor.device != call.q.device:
             got, remedy = f"a captured tensor on {tensor.device}", "move all tensors that the function reads there"
             raise InvalidProblem("score_mod or mask", got, f"q's device {call.q.device}", remedy)

@@ -8,7 +8,7 @@ contains them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem
 from .cache import FP8, Held, OfCache, check_cache, check_tensor
-from .call import DTYPES, FARTHEST, Dense, Paged, accumulator, check_scores, check_sinks
+from .call import DTYPES, FARTHEST, Dense, Paged, accumulator, check_captured, check_scores, check_sinks
 from .mask import NO_BOUND
+from .mods import Mods, ModTexts
 from .problem import ALIGNMENT, base_offset, rows_apart
 from .torch_state import tangents, wants_beneath
 
@@ -44,6 +45,7 @@ class DecodeCall(NamedTuple):
     batch_invariant: bool = False
     kernel: str = ""
     partial: bool = False
+    mods: Mods | None = None  # not in the schema: the op of `ops.mods` takes its parts
 
     @property
     def held(self) -> Held:
@@ -62,7 +64,8 @@ class DecodeCall(NamedTuple):
         """
         about = self[:9]
         absent = [field is None for field in about[4:]]
-        return [field for field in about if field is not None], ("decode", *absent, *self[9:])
+        tensors, rest = [field for field in about if field is not None], ("decode", *absent, *self[9:-1])
+        return (tensors, rest) if self.mods is None else ([*tensors, *self.mods.read], (*rest, self.mods.texts))
 
     @property
     def whole(self) -> bool:
@@ -113,6 +116,7 @@ def check(call: DecodeCall, by_token: bool = False) -> Dense | Paged:
                 "move all of a call's tensors to one device",
             )
     check_scores(call.scale, call.softcap, q)
+    check_captured(call)
     for name in ("left", "right"):
         if not NO_BOUND <= getattr(call, name) <= FARTHEST:
             raise InvalidProblem(
@@ -154,6 +158,7 @@ class DecodeProblem(OfCache):
     alignment: int  # bytes: the largest power of two up to 16 that divides every base address and stride of k and v
     batch_invariant: bool
     kernel: str
+    mods: ModTexts | None = field(default=None, kw_only=True)  # a custom score and mask
 
     directions = ("decode",)
 
@@ -186,11 +191,8 @@ class DecodeProblem(OfCache):
             alignment=min(_alignment(k), _alignment(v)),
             batch_invariant=call.batch_invariant,
             kernel=call.kernel,
+            mods=None if call.mods is None else call.mods.texts,
         )
-
-    @property
-    def mods(self) -> None:
-        """Decode has no custom scores and masks."""
 
     @property
     def group(self) -> int:
@@ -224,6 +226,8 @@ class DecodeProblem(OfCache):
 
     def example(self, device: torch.device) -> DecodeCall:
         """A call of this problem on zeros, with empty sequences."""
+        if self.mods is not None:
+            raise UnsupportedProblem(f"{self}: a problem with functions has no example; call attention_decode instead")
         batch, rows = self.layout.batch, self.layout.seqlen_q
         pages = (
             (self.layout.n_pages, self.layout.page_size)
@@ -267,6 +271,7 @@ class DecodeProblem(OfCache):
         words += (
             [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sinks + ["left padded"] * self.k_start
         )
+        words += [] if self.mods is None else [str(self.mods)]
         return ", ".join(words + ["batch invariant"] * self.batch_invariant)
 
     def _mask_words(self) -> str:

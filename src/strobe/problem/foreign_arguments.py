@@ -20,7 +20,7 @@ _INSTEAD = {
     "attn_mask": ("mask=", _WRITTEN_OUT),
     "attention_mask": ("mask=", _WRITTEN_OUT),
     "block_mask": ("mask=", _WRITTEN_OUT),
-    "mask": ("causal= and window=", "give these: over caches there are no other masks"),
+    "mask": ("causal= and window=", "give these: attention_paged has no other masks"),
     "is_causal": (
         "causal=",
         (
@@ -28,19 +28,13 @@ _INSTEAD = {
             "is not S_k"
         ),
     ),
-    "dropout_p": (
-        "no dropout",
-        "leave it out; where weights have to be dropped, call torch's scaled_dot_product_attention",
-    ),
-    "dropout": (
-        "no dropout",
-        "leave it out; where weights have to be dropped, call torch's scaled_dot_product_attention",
-    ),
+    "dropout_p": ("no dropout", "leave it out; strobe.attention(..., dropout_p=) drops weights"),
+    "dropout": ("dropout_p=", "give dropout_p= to strobe.attention or strobe.attention_varlen"),
     "enable_gqa": (
         "k and v with a divisor of q's heads",
         "leave it out: query head h reads key head h // (H_q // H_kv)",
     ),
-    "score_mod": ("softcap= or sinks=", "give one of these: decode runs no function on scores"),
+    "score_mod": ("softcap= or sinks=", "give one of these: attention_paged runs no function on scores"),
     "softmax_scale": ("scale=", "give scale=, which multiplies q k^T"),
     "sm_scale": ("scale=", "give scale=, which multiplies q k^T"),
     "window_size": ("window=", "give window=(left, right), both ends included; None or a negative number is no bound"),

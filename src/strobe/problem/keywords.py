@@ -11,6 +11,7 @@ from ..errors import InvalidProblem, wrong_type
 from .call import FARTHEST
 from .mask import NO_BOUND, as_int
 from .mask import window as window_mask
+from .mods import Dropout
 
 Window = tuple[int | None, int | None]
 Options = tuple[float | None, float, bool, bool, str]  # scale, softcap, deterministic, batch_invariant, kernel
@@ -66,6 +67,28 @@ def _number(name: str, number: float) -> float:
         return float(number)
     except OverflowError:
         raise InvalidProblem(name, "an int beyond every float", "a finite number", "give a Python float") from None
+
+
+def dropout_of(p: float, seed: int | Tensor | None, q: Tensor, batch_invariant: bool = False) -> Dropout | None:
+    """The Dropout of these keywords; None for a probability of 0."""
+    p = _number("dropout_p", p)
+    if not 0 <= p < 1:
+        raise InvalidProblem("dropout_p", p, "a number from 0 to 1, without 1", "give the share of weights to drop")
+    if p == 0:
+        return None
+    if batch_invariant:
+        raise InvalidProblem("dropout_p", p, "0 with batch_invariant=True", "drop weights in training alone")
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            got = f"{seed.dtype} {list(seed.shape)}"
+            raise InvalidProblem("dropout_seed", got, "int64 [1]", "make it with torch.tensor([seed])")
+        if isinstance(q, Tensor) and seed.device != q.device:
+            raise InvalidProblem("dropout_seed", f"device {seed.device}", f"q's device {q.device}", "move it there")
+    elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise wrong_type("dropout_seed", seed, "an int, int64 [1] or None", "give a Python int")
+    elif seed is not None and not -(2**63) <= seed < 2**63:
+        raise InvalidProblem("dropout_seed", seed, "an int of 64 bits", "reduce it modulo 2**63")
+    return Dropout(p, seed)
 
 
 def output_tensor(out: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ class PagedProblem(DecodeProblem):
             for by_token, scale in zip(self.token_scales, (one.k_scale, one.v_scale))
         ]
         offsets = torch.zeros(self.layout.batch + 1, dtype=torch.int32, device=device)
-        rest: Any = one.page_table, one.k_start, *scales, one.sinks, self.max_seqlen_q, *one[9:]
+        rest: Any = one.page_table, one.k_start, *scales, one.sinks, self.max_seqlen_q, *one[9:-1]
         return PagedCall(q.to(device).zero_(), *one[1:4], offsets, *rest)
 
     def __str__(self) -> str:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedProblem
-from .call import DTYPES, Call, Dense, ModTexts, Packed, Paged, accumulator, check
+from .call import DTYPES, Call, Dense, Packed, Paged, accumulator, check
 from .mask import NO_BOUND, Documents, MaskStructure
+from .mods import ModTexts
 from .torch_private import FakeTensor
 
 ALIGNMENT = 16  # bytes; TMA descriptors require it of base addresses and strides

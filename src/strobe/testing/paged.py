@@ -54,7 +54,7 @@ class PagedCase(DecodeCase):
             )
         return PagedCall(
             q.to(device, dtype), *call[1:4], offsets, *call[4:6], k_scale, v_scale, call.sinks,
-            self.tokens or NO_BOUND, *call[9:],
+            self.tokens or NO_BOUND, *call[9:-1],
         )  # fmt: skip
 
     def _first(self, b: int) -> int:

@@ -113,7 +113,10 @@ def _block(rows: _Rows, keys: Keys, grads: _Grads, block: Block, how: How, scrat
         k, v = keys.read(at)
         p, ds = (buffer[: n * count * (at.stop - at.start)].view(n, count, -1) for buffer in scratch)
         scores.write(p, rows.q, k)
-        torch.bmm(rows.do, v.transpose(1, 2), out=ds).sub_(rows.delta)
+        torch.bmm(rows.do, v.transpose(1, 2), out=ds)
+        if modified is not None:
+            ds = modified.drop(ds, tile)
+        ds.sub_(rows.delta)
         raw = p.clone() if modified is not None else p
         if scores.cap and modified is None:
             ds.mul_(1 - (p / scores.cap).square_())
@@ -121,7 +124,8 @@ def _block(rows: _Rows, keys: Keys, grads: _Grads, block: Block, how: How, scrat
             modified.change(p, tile, seen)
         p.sub_(rows.lse_log2).exp2_()
         hide(p, tile, 0.0)
-        grads.dv[:, at].baddbmm_(p.transpose(1, 2), rows.do)
+        weights = p if modified is None else modified.drop(p, tile)
+        grads.dv[:, at].baddbmm_(weights.transpose(1, 2), rows.do)
         ds.mul_(p)
         hide(ds, tile, 0.0)  # 0 * NaN is NaN, and p of a NaN row is NaN at masked keys too
         if modified is not None:

@@ -98,8 +98,12 @@ def _sequence(
             slice(0, len(keys.position)),
             first[seeing],
             last[seeing],
+            sequence=b,
+            origin=(q.shape[1] - (stop - start), start),  # functions count positions from the first key
+            key_positions=keys.position,
         )
-        one = Call(q, keys.k, keys.v, sinks=call.sinks)
+        mods = call.mods if isinstance(call, DecodeCall) else None
+        one = Call(q, keys.k, keys.v, sinks=call.sinks, mods=mods)
         for job in attend_jobs(piece, slice(0, problem.heads_kv), plan, one, tensors):
             job.run(scratch)
 

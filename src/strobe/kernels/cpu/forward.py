@@ -93,6 +93,8 @@ def _attend(keys: Keys, block: Block, plan: Plan, call: Call, tensors: Forward, 
     sinks = _sinks(call, chunk, q)
     modified = ModifiedBlock.of(plan, call, keys, block)
     acc, row_sum, row_max = _block(q, keys, block, (Scores.of(plan.problem), config, modified), (scratch, sinks))
+    if call.mods is not None and call.mods.max_scores is not None:
+        chunk.write_values(call.mods.max_scores, index, real_rows(row_max * LN_2, block, chunk))
     row_max = row_max.mul_(LN_2).add_(row_sum.log())
     if sinks is not None:
         torch.maximum(row_max, sinks, out=row_max)  # the largest sinks are clamped in log2 units
@@ -133,6 +135,8 @@ def _block(q: Tensor, keys: Keys, block: Block, how: How, state: tuple[Tensor, T
         s.sub_(finite_max).exp2_()
         rescale = row_max.sub_(finite_max).exp2_()
         row_sum = row_sum.mul_(rescale).add_(s.sum(-1, keepdim=True))
+        if modified is not None:
+            s = modified.drop(s, tile)
         acc.mul_(rescale).baddbmm_(s, v)
         row_max = new_max
     return acc, row_sum, row_max

@@ -1,4 +1,4 @@
-"""Custom scores and masks in the tiles of the CPU kernel.
+"""Custom scores and masks, and dropout, in the tiles of the CPU kernel.
 
 A tile of scores is [N, group * rows, keys]. Programs run on it as [entries, heads, group, rows, keys], with positions
 unbroadcast, so a term of the rows alone is computed once a row. Scores are in natural units.
@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...mods.dropout import kept
 from ...mods.evaluate import evaluate, inside
 from ...mods.mask import BoundMask, kind_by_intervals
 from ...mods.program import Program
-from ...problem.call import Call, Mods
+from ...problem.call import Call
+from ...problem.decode import DecodeCall
 from ...problem.mask import TileKind
+from ...problem.mods import Mods
 from ..protocol import Plan
 from .pieces import Index, part, positions
 from .tiles import LOG2_E, Block, Keys, Tile, wide
@@ -34,7 +37,7 @@ class ModifiedBlock(NamedTuple):
     dtype: torch.dtype
 
     @staticmethod
-    def of(plan: Plan, call: Call, keys: Keys, block: Block) -> ModifiedBlock | None:
+    def of(plan: Plan, call: Call | DecodeCall, keys: Keys, block: Block) -> ModifiedBlock | None:
         """None for a call without custom scores and masks."""
         if call.mods is None:
             return None
@@ -100,6 +103,15 @@ class ModifiedBlock(NamedTuple):
             found = found.masked_fill(hidden, 0.0)
         return found.reshape(ds.shape).clone() if hidden is None else found.reshape(ds.shape)
 
+    def drop(self, weights: Tensor, tile: Tile) -> Tensor:
+        """Weights, or their gradient, with 0 where dropout drops them and times 1 / (1 - p) elsewhere."""
+        if self.mods.dropout_seed is None:
+            return weights
+        inputs, p = self._with_keys(tile), self.mods.dropout_p
+        places = [inputs[name] for name in ("b", "h", "q", "k")]
+        found = kept(self.mods.dropout_seed, p, *places).expand(*self.shape, weights.shape[-1])
+        return torch.where(found, self._view(weights) * (1.0 / (1.0 - p)), 0.0).view_as(weights)
+
     def _scatter(self, program: Program, rest: Sequence[Tensor], hidden: Tensor | None, n_keys: int) -> None:
         results = iter(rest)
         for scatter in program.scatters:
@@ -117,7 +129,10 @@ class ModifiedBlock(NamedTuple):
 
     def _with_keys(self, tile: Tile) -> dict[str, Tensor]:
         piece, count = self.keys.piece, tile.keys.stop - tile.keys.start
-        return self.inputs | {"k": _at(part(piece.keys, tile.keys), piece.origin[1], count)}
+        at = part(piece.keys, tile.keys)
+        if piece.key_positions is not None:
+            at = piece.key_positions[at]
+        return self.inputs | {"k": _at(at, piece.origin[1], count)}
 
 
 def _at(index: Index, origin: int, count: int) -> Tensor:

@@ -32,6 +32,7 @@ class Piece(NamedTuple):
     diagonal: int = 0  # keys - rows of the whole sequence
     sequence: int | None = None  # of packed tensors; None: the batch entry is the sequence
     origin: tuple[int, int] = (0, 0)  # the sequence's first row and first key
+    key_positions: Tensor | None = None  # of keys that were gathered; None: their positions in the tensors
 
     @property
     def n_rows(self) -> int:

@@ -14,7 +14,7 @@ from ...problem.decode import DecodeCall, DecodeProblem
 from ...problem.mask import NO_BOUND
 from ...problem.problem import ALIGNMENT, Problem
 from ...problem.target import KIB, Target
-from ..protocol import Buffer, Cost, Forward, Plan, decode_cost, launches_clusters
+from ..protocol import Buffer, Cost, Forward, Plan, against_mods, decode_cost, launches_clusters
 from ..runtime import split_kv
 from ..runtime.batch_invariant import as_decode
 from ..runtime.compile_cache import Constants
@@ -277,6 +277,8 @@ class HopperDecode:
     def why_not(self, problem: DecodeProblem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability != CAPABILITY:
             return f"made for sm_{CAPABILITY}; this target is {target.words}"
+        if reason := against_mods(problem):
+            return reason
         if problem.dtype not in (torch.float16, torch.bfloat16):
             return f"float16 and bfloat16 queries only; these are {DTYPES[problem.dtype]}"
         if max(problem.head_dim, problem.head_dim_v) > MOST_WIDTH:

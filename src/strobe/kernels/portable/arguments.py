@@ -26,6 +26,7 @@ class ForwardTensors(NamedTuple):
     out: Any
     lse: Any  # [B, H, S_q] or [H, T_q]
     sinks: Any  # [H]
+    max_scores: Any = None  # as lse: the greatest score of each row
 
 
 class ForwardStrides(NamedTuple):
@@ -115,6 +116,7 @@ class HookParams(NamedTuple):
     score_aux: Any
     mask_aux: Any
     gradient_aux: Any
+    dropout: Any = None  # dropout.DropoutParams
 
 
 class ShapeParams(NamedTuple):
@@ -151,6 +153,7 @@ class DecodeTensors(NamedTuple):
     out: Any
     lse: Any
     sinks: Any
+    hooks: Any = None  # HookParams
 
 
 class PerKeyHead(NamedTuple):

@@ -15,6 +15,7 @@ and dV are summed in registers. Source: FlashAttention-2 (arXiv 2307.08691), alg
 import triton
 import triton.language as tl
 
+from ..device.dropout import dropout_stream
 from ..device.mask import apply_mask, first_row, stop_row
 from ..device.seqlen import find_sequence, keys_of, load_rows, run_at, span_of, store_rows
 from .arguments import DkDvTensors, DqTensors, KeyGradients, KeyTile, RowStatistics, RowTile, SeqlenInfo, WorkTile
@@ -33,7 +34,7 @@ from .forward import (
     with_key_limits,
     with_sign,
 )
-from .score_mods import ScoreMods, gradient_of_raw, modify_scores, sequence_index
+from .score_mods import ScoreMods, drop_weights, gradient_of_raw, modify_scores, sequence_index
 
 # ---------------------------------------------------------------- delta
 
@@ -162,13 +163,17 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
         # P^T = exp(S^T - LSE)
         p = tl.exp2(modified * softmax.scale_log2 - stats.lse[None, :])
         p = apply_mask_transposed(p, m_start, m_offsets, keys, seqlen, window, traits)
+        if traits.score_mod_bwd is not None:  # it may add for each element; dK of these keys is not stored
+            p = tl.where(kv_idx < tl.minimum(keys.n_stop, seqlen.num_keys), p, 0.0)
         # dV += P^T dO
         d_v = tl.arange(0, traits.block_dv)
         do = load_tile(do_source, m_start, m_offsets, d_v, strides.dout.row, row_ok, traits.head_dim_v, traits)
         do = do.to(v.dtype)
-        dv = tl.dot(p.to(v.dtype), do, dv, input_precision="ieee", out_dtype=traits.accumulator)
+        kept = drop_weights(p, q_idx, kv_idx, mods, traits)
+        dv = tl.dot(kept.to(v.dtype), do, dv, input_precision="ieee", out_dtype=traits.accumulator)
         # dP^T = V dO^T
         dp = tl.dot(v, tl.trans(do), input_precision="ieee", out_dtype=traits.accumulator)
+        dp = drop_weights(dp, q_idx, kv_idx, mods, traits)
         # dK += dS^T Q
         ds = score_gradient(p, dp, stats.delta[None, :], s, q_idx, kv_idx, mods, traits)
         dk = tl.dot(ds.to(k.dtype), q, dk, input_precision="ieee", out_dtype=traits.accumulator)
@@ -215,7 +220,9 @@ def dk_dv_of_keys(base, ids_q, strides, keys, kv_head, seqlen, shape, window, so
         head = head_of_group(base, kv_head * traits.group + member, strides, shape)
         of_head = None
         if traits.has_mods:
-            of_head = ScoreMods(mods.entry, kv_head * traits.group + member, mods.hooks)
+            query_head = kv_head * traits.group + member
+            stream = dropout_stream(mods.hooks.dropout, mods.entry, query_head) if traits.dropout else None
+            of_head = ScoreMods(mods.entry, query_head, mods.hooks, stream)
         sums = KeyGradients(dk, dv)
         dk, dv = dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, of_head, sums, traits)
     # epilogue
@@ -293,6 +300,7 @@ def dq_of_blocks(q, do, stats, head, ids_k, strides, blocks, rows, seqlen, softm
         # dP = dO V^T
         v = load_tile(v_source, n_start, n_start + columns, d_v, strides.v.row, key_ok, traits.head_dim_v, traits)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee", out_dtype=traits.accumulator)
+        dp = drop_weights(dp, q_idx, kv_idx, mods, traits)
         # dQ += dS K
         ds = score_gradient(p, dp, stats.delta[:, None], s, q_idx, kv_idx, mods, traits)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=traits.accumulator)
@@ -337,7 +345,9 @@ def queries_kernel(tensors, masks, errors, strides, shape, window, softmax_param
     )
     mods = None
     if traits.has_mods:
-        mods = ScoreMods(sequence_index(work.batch, shape, traits), work.head, masks.hooks)
+        index = sequence_index(work.batch, shape, traits)
+        stream = dropout_stream(masks.hooks.dropout, index, work.head) if traits.dropout else None
+        mods = ScoreMods(index, work.head, masks.hooks, stream)
     m_start = work.block * traits.block_m
     m_stop = tl.minimum(m_start + traits.block_m, seqlen.seqlen_q)
     if traits.mask.documents:

@@ -14,7 +14,7 @@ pages, vLLM (arXiv 2309.06180).
 import triton
 import triton.language as tl
 
-from ..device.softmax import SoftmaxState, apply_softcap, online_step
+from ..device.softmax import LN_2, LOG2_E, SoftmaxState, apply_softcap, online_step
 from ..device.split_kv import (
     KeyRange,
     add_sink,
@@ -26,8 +26,9 @@ from ..device.split_kv import (
     visible_keys,
 )
 from ..runtime.error_flags import PAGES as _PAGES
-from .arguments import KeyCache, RowInfo, SoftmaxParams
+from .arguments import HookParams, KeyCache, RowInfo, SoftmaxParams
 from .forward import softmax_scalars
+from .score_mods import ScoreMods, modify_scores
 
 PAGES = tl.constexpr(_PAGES)
 
@@ -108,9 +109,10 @@ def rows_of_tile(block, head, tokens, traits: tl.constexpr):
 
 
 @triton.jit
-def attend(q, cache, strides, keys, visible, softmax, traits: tl.constexpr):
+def attend(q, cache, strides, keys, visible, softmax, traits: tl.constexpr, q_idx=None, mods=None):
     """Mainloop: (O [M, D_v] not yet normalized, SoftmaxState, which keys' pages are not in the pool) over the keys of a
-    split. cache: KeyCache; keys: KeyRange of the split; visible: KeyRange of each row.
+    split. cache: KeyCache; keys: KeyRange of the split; visible: KeyRange of each row; q_idx: the rows' positions
+    [M, 1], for functions of scores.
     """
     BLOCK_N: tl.constexpr = traits.block_n
     columns = tl.arange(0, BLOCK_N)
@@ -130,9 +132,14 @@ def attend(q, cache, strides, keys, visible, softmax, traits: tl.constexpr):
         if traits.k_token_scale:
             s = s * load_token_scale(cache.k_scale, cache, page, row, key_ok)[None, :].to(traits.accumulator)
         s = apply_softcap(s, softmax.softcap, traits)
+        if traits.has_mods:
+            s = modify_scores(s, q_idx, n[None, :], mods, traits)
         # P = softmax(S)
         seen = key_ok[None, :] & (n[None, :] >= visible.start[:, None]) & (n[None, :] < visible.stop[:, None])
-        p, rescale, state = online_step(tl.where(seen, s, float("-inf")), state, softmax.scale_log2)
+        scale_log2 = softmax.scale_log2
+        if traits.score_mod is not None:  # natural units from here on
+            scale_log2 = LOG2_E
+        p, rescale, state = online_step(tl.where(seen, s, float("-inf")), state, scale_log2)
         # O = rescale O + P V
         v = load_cached(cache.v, page, row, strides.v, cache.head, dv, key_ok, traits.head_dim_v, traits)
         if traits.v_token_scale:  # not on p, which could become subnormal in float16
@@ -260,8 +267,14 @@ def decode_kernel(tensors, scales, workspace, errors, strides, shape, window, so
     if traits.page_size > 0:
         page_table += batch.to(tl.int64) * shape.max_pages
     cache = KeyCache(tensors.k, tensors.v, page_table, shape.num_pages, batch, head, first_key)
+    q_idx, mods = None, None
+    if traits.has_mods:
+        # a sequence of fewer keys than tokens has rows before its first key
+        q_idx = tl.maximum(num_keys - shape.seqlen_q + rows.token, 0)[:, None]
+        hooks = HookParams(scale_log2 * LN_2, tensors.hooks.score_aux, tensors.hooks.mask_aux, None)
+        mods = ScoreMods(batch, rows.head_q[:, None], hooks, None)
     # mainloop
-    o, state, lost = attend(q, cache, strides, keys, visible, softmax, traits)
+    o, state, lost = attend(q, cache, strides, keys, visible, softmax, traits, q_idx, mods)
     # epilogue
     if traits.page_size > 0:
         tl.atomic_or(errors, PAGES, mask=tl.max(lost.to(tl.int32), 0) > 0, sem="relaxed")

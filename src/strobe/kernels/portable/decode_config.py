@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from ...problem.target import KIB, Target
 from ..protocol import Buffer, Cost, Forward, Plan, append_cost, decode_cost, no_triton
 from ..runtime.batch_invariant import as_decode
 from ..runtime.compile_cache import Constants
+from ..runtime.hook_constants import HookConstants, function_key
+from ..runtime.mod_function import against_texts, mod_functions
 from ..runtime.split_kv import Traits, splits, traits
 from .heuristics import Widths, padded
 
@@ -53,7 +55,7 @@ WIDE_TILES = TILES[4:]  # float32 and float64: products on CUDA cores, for corre
 
 
 @dataclass(frozen=True)
-class DecodeTraits(Constants, Traits, Widths):
+class DecodeTraits(Constants, Traits, Widths, HookConstants):
     """Compile-time constants of the decode."""
 
     block_m: int
@@ -64,6 +66,13 @@ class DecodeTraits(Constants, Traits, Widths):
     single: bool  # one split: nothing to combine
     in_order: bool  # splits are combined in order, as `invariant` processes them
     packed: bool = False  # for `invariant`
+    # functions of the call (score_mods), and keys of their text
+    score_mod: Any = None
+    mask_mod: Any = None
+    functions: tuple[str | None, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "functions", tuple(function_key(fn) for fn in (self.score_mod, self.mask_mod)))
 
     k_token_scale: ClassVar[bool] = False  # PagedTraits has these as fields
     v_token_scale: ClassVar[bool] = False
@@ -118,6 +127,9 @@ def traits_of(problem: DecodeProblem, target: Target) -> DecodeTraits:
 
 def decode_config(problem: DecodeProblem, target: Target) -> DecodeConfig:
     fixed = traits_of(problem, target)
+    if problem.mods is not None:
+        functions = mod_functions(problem.mods)
+        fixed = replace(fixed, score_mod=functions.score_mod, mask_mod=functions.mask_mod)
     tiles = problem.layout.batch * problem.heads_kv * -(-problem.group * problem.layout.seqlen_q // fixed.block_m)
     n_splits, split_size = splits(
         problem.capacity, tiles, fixed.block_n, 0 if problem.batch_invariant else target.sm_count
@@ -197,7 +209,7 @@ class PortableDecode:
                 "float64 over 8-bit keys: Triton compiles no product of float64 tiles that were converted; give "
                 "queries in float32"
             )
-        return against_interpreter(problem.dtype) or _why_not(problem, target)
+        return against_texts(problem) or against_interpreter(problem.dtype) or _why_not(problem, target)
 
     def config(self, problem: DecodeProblem, target: Target) -> DecodeConfig:
         return decode_config(problem, target)

@@ -6,9 +6,9 @@
         mainloop  for each of these blocks:  S = Q K^T, mask, P = softmax(S), O = rescale O + P V
         epilogue  O /= row_sum, LSE = ln 2 row_max + ln row_sum
 
-To add a feature: scores -> `score_mods.modify_scores`; which keys a row sees -> `device.mask.row_interval`; which key
-blocks a tile visits -> `blocks_of_rows`; where rows lie -> `query_tile`; a constant of the kernel ->
-`kernel.KernelTraits`; a scalar -> `arguments`.
+To add a feature: scores -> `score_mods.modify_scores`; weights -> `score_mods.drop_weights`; which keys a row sees ->
+`device.mask.row_interval`; which key blocks a tile visits -> `blocks_of_rows`; where rows lie -> `query_tile`; a
+constant of the kernel -> `kernel.KernelTraits`; a scalar -> `arguments`.
 
 Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 1; online softmax (arXiv 1805.02867), algorithm 3.
 """
@@ -16,6 +16,7 @@ Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 1; online softmax (arXiv
 import triton
 import triton.language as tl
 
+from ..device.dropout import dropout_stream
 from ..device.mask import apply_mask, row_interval
 from ..device.seqlen import (
     LONG_K,
@@ -35,7 +36,7 @@ from ..device.seqlen import (
 )
 from ..device.softmax import SoftmaxState, apply_softcap, finish, online_step
 from .arguments import BlockInfo, ForwardTensors, RowTile, SeqlenInfo, SoftmaxParams, WorkTile
-from .score_mods import ScoreMods, modify_scores, sequence_index
+from .score_mods import ScoreMods, drop_weights, modify_scores, sequence_index
 
 # ---------------------------------------------------------------- where a tile lies
 
@@ -207,9 +208,10 @@ def attend(q, head, ids_k, strides, blocks, rows, seqlen, softmax, mods, traits:
         # S = Q K^T
         k, key_ok = load_keys(k_source, ids_k, n_start, columns, d, strides.k.row, key_stop, rows.document, traits)
         s = qk_product(q, k, softmax, traits)
+        q_idx, kv_idx = None, None
         if traits.has_mods:
-            m_offsets = rows.m_start + tl.arange(0, traits.block_m)
-            s = modify_scores(s, m_offsets[:, None], (n_start + columns)[None, :], mods, traits)
+            q_idx, kv_idx = (rows.m_start + tl.arange(0, traits.block_m))[:, None], (n_start + columns)[None, :]
+            s = modify_scores(s, q_idx, kv_idx, mods, traits)
         if traits.mask.documents:
             s = tl.where(key_ok[None, :], s, float("-inf"))
         if (n_start < blocks.full_start) | (n_start + BLOCK_N > blocks.full_stop):
@@ -217,6 +219,7 @@ def attend(q, head, ids_k, strides, blocks, rows, seqlen, softmax, mods, traits:
             s = apply_mask(s, columns[None, :], first, stop, float("-inf"), traits.mask.left)
         # P = softmax(S)
         p, rescale, state = online_step(s, state, softmax.scale_log2)
+        p = drop_weights(p, q_idx, kv_idx, mods, traits)
         # O = rescale O + P V
         v = load_tile(v_source, n_start, n_start + columns, dv, strides.v.row, key_ok, traits.head_dim_v, traits)
         o = tl.dot(p.to(v.dtype), v, o * rescale[:, None], input_precision="ieee", out_dtype=traits.accumulator)
@@ -247,6 +250,9 @@ def forward_rows(head, ids_k, strides, rows, seqlen, window, softmax, mods, trai
         lse = tl.where(broken, float("nan"), lse)
     store_rows(head.out, o, m_offsets, tl.arange(0, traits.block_dv), strides.out.row, row_ok, traits.head_dim_v)
     tl.store(head.lse + m_offsets, lse, mask=row_ok)
+    if traits.max_scores:
+        greatest = tl.where(is_empty, float("-inf"), state.row_max * 0.6931471805599453)
+        tl.store(head.max_scores + m_offsets, greatest, mask=row_ok)
 
 
 # ---------------------------------------------------------------- kernel
@@ -270,17 +276,21 @@ def forward_kernel(tensors, masks, errors, strides, shape, window, softmax_param
     sink = tl.load(tensors.sinks + work.head).to(traits.accumulator) if traits.sinks else 0.0
     entry = work.batch * 0 if traits.packed else work.batch
     kv_head = work.head // traits.group
+    rows_before = (entry.to(tl.int64) * shape.heads + work.head) * shape.seqlen_q + seqlen.offset_q
     head = ForwardTensors(
         row_of(tensors.q, strides.q, entry, seqlen.offset_q, work.head),
         row_of(tensors.k, strides.k, entry, seqlen.offset_k, kv_head),
         row_of(tensors.v, strides.v, entry, seqlen.offset_k, kv_head),
         row_of(tensors.out, strides.out, entry, seqlen.offset_q, work.head),
-        tensors.lse + (entry.to(tl.int64) * shape.heads + work.head) * shape.seqlen_q + seqlen.offset_q,
+        tensors.lse + rows_before,
         sink,
+        tensors.max_scores + rows_before if traits.max_scores else None,
     )
     mods = None
     if traits.has_mods:
-        mods = ScoreMods(sequence_index(work.batch, shape, traits), work.head, masks.hooks)
+        index = sequence_index(work.batch, shape, traits)
+        stream = dropout_stream(masks.hooks.dropout, index, work.head) if traits.dropout else None
+        mods = ScoreMods(index, work.head, masks.hooks, stream)
     m_start = work.block * traits.block_m
     m_stop = tl.minimum(m_start + traits.block_m, seqlen.seqlen_q)
     if traits.mask.documents:

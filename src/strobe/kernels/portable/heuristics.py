@@ -102,6 +102,9 @@ def backward_tiles(problem: Problem, target: Target) -> tuple[TileConfig, TileCo
     """Tiles of (the kernel for dk and dv, the kernel for dq)."""
     configs = _configs(problem, target)
     keys = configs.keys_masked if any(problem.mask) or problem.packed else configs.keys
+    if problem.mods is not None and problem.mods.dropout and target.capability != 90:
+        # at 64 keys the random numbers spill 596 to 1,236 bytes of a thread (d64, sm_80), and at 32 none
+        keys = replace(keys, block_n=max(16, keys.block_n // 2))
     return (
         _fit(keys, problem, target, lambda t: _backward_bytes(t.block_n, t.block_m, t.stages, problem)),
         _fit(configs.queries, problem, target, lambda t: _backward_bytes(t.block_m, t.block_n, t.stages, problem)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, against_interpreter, invariant_config
 from .heuristics import TileConfig, Widths, backward_tiles, forward_tile
 from .paged_config import PAGED as PAGED
+
+if TYPE_CHECKING:
+    from .launch import ScoreModAux
 
 LEAST_CAPABILITY = 80
 MOST_WIDTH = 256
@@ -46,6 +49,8 @@ class KernelTraits(Constants, Widths, HookConstants):
     score_mod: Any = None
     mask_mod: Any = None
     score_mod_bwd: Any = None
+    dropout: bool = False
+    max_scores: bool = False
     functions: tuple[str | None, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +115,8 @@ def _traits(problem: Problem, tile: TileConfig) -> KernelTraits:
         sinks=problem.sinks,
         packed=problem.packed,
         sign=(problem.scale > 0) - (problem.scale < 0),
+        dropout=problem.mods is not None and problem.mods.dropout,
+        max_scores=problem.mods is not None and problem.mods.max_scores,
     )
 
 
@@ -123,7 +130,7 @@ def _why_not(problem: Problem, target: Target) -> str | None:
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > MOST_WIDTH:
         return f"head dimensions up to {MOST_WIDTH}; this is {widest}"
-    return against_texts(problem) or no_triton()
+    return against_texts(problem, drops=True) or no_triton()
 
 
 def forward_with_mods(config: ForwardConfig, score_mod: Any = None, mask_mod: Any = None) -> ForwardConfig:
@@ -155,6 +162,21 @@ def backward_with_mods(
     )
 
 
+def _aux(plan: Plan, call: Call) -> ScoreModAux:
+    """What the functions of a call and its dropout read."""
+    from .launch import ScoreModAux
+
+    mods = call.mods
+    if mods is None:
+        return ScoreModAux()
+    dropout = None
+    if mods.dropout_seed is not None:
+        from ..device.dropout import DropoutParams
+
+        dropout = DropoutParams(mods.dropout_seed, mods.dropout_p, 1.0 / (1.0 - mods.dropout_p))
+    return ScoreModAux(*mod_aux(plan.problem, call), dropout, mods.max_scores)
+
+
 class PortableForward:
     name = "portable.forward"
 
@@ -174,12 +196,12 @@ class PortableForward:
         return ()
 
     def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:
-        from .launch import ScoreModAux, forward_launches, invariant_launch, start
+        from .launch import forward_launches, invariant_launch, start
 
         start(
             [invariant_launch(plan, call, tensors)]
             if isinstance(plan.config, InvariantConfig)
-            else forward_launches(plan, call, tensors, ScoreModAux(*mod_aux(plan.problem, call)))
+            else forward_launches(plan, call, tensors, _aux(plan, call))
         )
 
 
@@ -215,9 +237,9 @@ class PortableBackward:
         return ()
 
     def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
-        from .launch import ScoreModAux, backward_launches, start
+        from .launch import backward_launches, start
 
-        start(backward_launches(plan, call, tensors, ScoreModAux(*mod_aux(plan.problem, call))))
+        start(backward_launches(plan, call, tensors, _aux(plan, call)))
 
 
 FORWARD = PortableForward()

@@ -13,6 +13,7 @@ from ...errors import KernelFault
 from ...problem.call import Call
 from ...problem.decode import DecodeProblem
 from ...problem.problem import ALIGNMENT, Packed, Problem
+from ..device.dropout import DropoutParams
 from ..device.forward_arguments import CuSeqlens, WindowParams
 from ..protocol import Backward, Forward, Plan, entries, strides_of
 from ..runtime import batch_invariant as shared
@@ -92,6 +93,8 @@ class ScoreModAux(NamedTuple):
     score: tuple = ()
     mask: tuple = ()
     gradient: tuple = ()
+    dropout: DropoutParams | None = None
+    max_scores: Tensor | None = None  # written
 
 
 def _hooks(problem: Problem, traits: Any, aux: ScoreModAux | None) -> tuple[HookParams | None, float | None]:
@@ -100,8 +103,9 @@ def _hooks(problem: Problem, traits: Any, aux: ScoreModAux | None) -> tuple[Hook
         return None, None
     if traits.dtype == "float64":
         raise KernelFault(f"functions of scores compute in float32; the call is in {traits.dtype}")
-    score, mask, gradient = aux or ScoreModAux()
-    hooks = HookParams(problem.softcap or abs(problem.scale) or 1.0, score or None, mask or None, gradient or None)
+    aux = aux or ScoreModAux()
+    read = aux.score or None, aux.mask or None, aux.gradient or None
+    hooks = HookParams(problem.softcap or abs(problem.scale) or 1.0, *read, aux.dropout)
     return hooks, None if traits.score_mod is None else LOG2E
 
 
@@ -110,7 +114,9 @@ def forward_launches(plan: Plan, call: Call, tensors: Forward, aux: ScoreModAux 
     hooks, scale_log2 = _hooks(problem, traits, aux)
     shape = _shape(problem, traits.block_m)
     arguments = (
-        ForwardTensors(call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks),
+        ForwardTensors(
+            call.q, call.k, call.v, tensors.out, tensors.lse, call.sinks, None if aux is None else aux.max_scores
+        ),
         _mask_tensors(call, call.spans_q, hooks),
         error_flags.word(call.q.device),
         forward_strides(problem, call, tensors),

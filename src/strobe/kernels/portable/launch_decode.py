@@ -13,6 +13,7 @@ from ...problem.decode import DecodeCall
 from ..device.forward_arguments import WindowParams
 from ..protocol import Forward, Plan
 from ..runtime import error_flags, launcher
+from ..runtime.mod_function import mod_aux
 from ..runtime.split_kv import insert_launch
 from ..runtime.workspace import zeros_on
 from . import append, decode
@@ -24,6 +25,7 @@ from .arguments import (
     DecodeShape,
     DecodeTensors,
     ForwardStrides,
+    HookParams,
     PerKeyHead,
     RotaryStrides,
     RotaryTables,
@@ -44,6 +46,11 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
     tensors = DecodeTensors(
         call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks
     )
+    if call.mods is not None:  # what functions read is not among `moving`
+        score, mask, _ = mod_aux(problem, call)
+        hooks = HookParams(1.0, score or None, mask or None, None)
+        decode_launch(plan, call, tensors._replace(hooks=hooks), splits, word).start()
+        return
     moving = (*tensors, call.k_scale, call.v_scale, *splits, word)
     launch = launcher.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, splits, word))
     insert_launch(plan, call, t, workspace, launch)

@@ -61,7 +61,7 @@ def paged_config(problem: PagedProblem, target: Target) -> PagedConfig:
         tile = decode.tile_of(problem, target, block_m, PREFILL_TILES)
         known = replace(known, block_m=block_m, block_n=tile.block_n, warps=tile.warps, stages=tile.stages)
     traits = PagedTraits(
-        **{field.name: getattr(known, field.name) for field in fields(known)},
+        **{field.name: getattr(known, field.name) for field in fields(known) if field.init},
         k_token_scale=problem.token_scales[0],
         v_token_scale=problem.token_scales[1],
         tile_rows=known.block_m,

@@ -1,18 +1,20 @@
-"""Functions of a call on scores, in the portable kernels: score_mod and mask_mod, and score_mod's gradient.
+"""Functions of a call on scores, in the portable kernels: score_mod and mask_mod, score_mod's gradient, and dropout.
 
     score_mod(score, b, h, q_idx, kv_idx, aux) -> score
     mask_mod(b, h, q_idx, kv_idx, aux) -> bool
     score_mod_bwd(dscore, score, b, h, q_idx, kv_idx, aux) -> gradient of the score before score_mod
 
-What they mean is said in `device.forward_hooks`. Here h is a scalar always. q_idx is [M, 1] and kv_idx [1, N], or
-in the kernel of dK and dV, whose scores are transposed, [1, M] and [N, 1]. dscore is 0 where the query does not see the
-key.
+What they mean is said in `device.forward_hooks`. h is a scalar, or [M, 1] in the decode. q_idx is [M, 1] and kv_idx
+[1, N], or in the kernel of dK and dV, whose scores are transposed, [1, M] and [N, 1]. dscore is 0 where the query does
+not see the key. Dropout needs nothing but positions, and is the same in every kernel.
 """
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+from ..device.dropout import drop
 
 
 class ScoreMods(NamedTuple):
@@ -21,6 +23,15 @@ class ScoreMods(NamedTuple):
     entry: Any  # batch entry, or index of the packed sequence
     head: Any  # query head
     hooks: Any  # arguments.HookParams
+    dropout: Any = None  # dropout.DropoutStream
+
+
+@triton.jit
+def drop_weights(p, q_idx, kv_idx, mods, traits: tl.constexpr):
+    """The hook for weights after the softmax's denominator, and for their gradient."""
+    if traits.dropout:
+        p = drop(p, q_idx, kv_idx, mods.dropout)
+    return p
 
 
 @triton.jit

@@ -22,13 +22,15 @@ class HookConstants:
     score_mod: Any = None
     mask_mod: Any = None
     block_lists: ListedBlocks | None = None
+    dropout: bool = False
+    max_scores: bool = False
     packed: bool
     mask: MaskStructure
     block_n: Any
 
     @property
     def has_mods(self) -> bool:
-        return self.score_mod is not None or self.mask_mod is not None
+        return self.score_mod is not None or self.mask_mod is not None or self.dropout
 
     @property
     def has_block_lists(self) -> bool:

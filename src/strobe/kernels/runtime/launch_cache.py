@@ -221,9 +221,9 @@ def _of_mods(call: Call) -> tuple:
     """Addresses of captured tensors and values of captured numbers."""
     if call.mods is None:
         return ()
-    numbers = *call.mods.score_numbers, *call.mods.mask_numbers
-    written = [0 if tensor is None else tensor.data_ptr() for tensor in call.mods.gradients]
-    return *[tensor.data_ptr() for tensor in call.mods.tensors], *written, *numbers
+    numbers = *call.mods.score_numbers, *call.mods.mask_numbers, call.mods.dropout_p
+    written = [0 if tensor is None else tensor.data_ptr() for tensor in (*call.mods.gradients, call.mods.max_scores)]
+    return *[tensor.data_ptr() for tensor in call.mods.read], *written, *numbers
 
 
 def backward_addresses_of(held: Iterable[Tensor | None], delta: int, dout: Tensor, out: Tensor) -> tuple:

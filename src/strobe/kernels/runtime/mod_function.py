@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from ...mods import emit
 from ...mods.program import Program
-from ...problem.call import Call, Dense, ModTexts
+from ...problem.call import Call, Dense
+from ...problem.decode import DecodeCall, DecodeProblem
+from ...problem.mods import ModTexts
 from ...problem.problem import Problem
 
 _HEAD = "import triton\nimport triton.language as tl\n\n\n"
@@ -59,11 +61,13 @@ class ModFunctions(NamedTuple):
 
 def mod_functions(texts: ModTexts, keys_aligned: bool = True) -> ModFunctions:
     """A call's functions. keys_aligned: tiles begin at multiples of 16 keys, which they do not with documents."""
-    score = mod_function(emit.forward_text(texts.score)) if texts.score else None
-    mask = mod_function(emit.mask_text(texts.mask)) if texts.mask else None
+    score = mod_function(emit.forward_text(texts.score, texts.packed)) if texts.score else None
+    mask = mod_function(emit.mask_text(texts.mask, texts.packed)) if texts.mask else None
     if not texts.gradient:
         return ModFunctions(score, mask)
-    adds, alone = (mod_function(emit.backward_text(texts.gradient, adds, keys_aligned)) for adds in (True, False))
+    adds, alone = (
+        mod_function(emit.backward_text(texts.gradient, adds, keys_aligned, texts.packed)) for adds in (True, False)
+    )
     return ModFunctions(score, mask, adds, alone)
 
 
@@ -72,12 +76,17 @@ def loads_by_key(texts: ModTexts) -> int:
     return sum(emit.loads_by_key(text) for text in (texts.score, texts.mask) if text)
 
 
-def mod_aux(problem: Problem, call: Call) -> tuple[tuple, tuple, tuple]:
+def mod_aux(problem: Problem | DecodeProblem, call: Call | DecodeCall) -> tuple[tuple, tuple, tuple]:
     """What score_mod, mask_mod and score_mod_bwd read in this call."""
     mods = call.mods
     if mods is None:
         return (), (), ()
-    diagonal = problem.layout.seqlen_k - problem.layout.seqlen_q if isinstance(problem.layout, Dense) else 0
+    diagonal: emit.Diagonal = 0  # of a decode, whose rows are at their positions among the keys
+    if isinstance(call, Call):
+        if isinstance(problem.layout, Dense):
+            diagonal = problem.layout.seqlen_k - problem.layout.seqlen_q
+        elif call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+            diagonal = call.cu_seqlens_q, call.cu_seqlens_k
     found = []
     for text, tensors, numbers in (
         (mods.texts.score, mods.score_tensors, mods.score_numbers),
@@ -91,17 +100,19 @@ def mod_aux(problem: Problem, call: Call) -> tuple[tuple, tuple, tuple]:
     return score, mask, gradient
 
 
-def against_texts(problem: Problem) -> str | None:
-    """Why kernels with hooks cannot run a problem's functions, or None."""
+def against_texts(problem: Problem | DecodeProblem, drops: bool = False) -> str | None:
+    """Why kernels with hooks cannot run a problem's functions, or None. drops: they know dropout and max_scores."""
     if problem.mods is None:
         return None
     if problem.dtype.itemsize > 4:
         return "functions of scores compute in float32"
     if problem.batch_invariant:
         return "batch_invariant=True has no functions of scores"
-    programs = [Program.parse(text) for text in problem.mods if text]
-    if problem.packed and any(program.reads("diagonal") for program in programs):
-        return "counts from the diagonal (alibi, relative_bias, | and ~ of masks), which packed sequences do not have"
-    if problem.deterministic and any(program.scatters for program in programs):
+    if not drops and problem.mods.dropout:
+        return "drops no weights (dropout_p)"
+    if not drops and problem.mods.max_scores:
+        return "returns no max_scores"
+    programs = [Program.parse(text) for text in problem.mods.programs]
+    if isinstance(problem, Problem) and problem.deterministic and any(program.scatters for program in programs):
         return "gradients of captured tensors are summed by atomics, in no fixed order"
     return None

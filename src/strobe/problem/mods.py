@@ -1,0 +1,71 @@
+"""What a call has beside tensors and masks: programs of custom scores and masks with what they capture, and dropout."""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ModTexts(NamedTuple):
+    """What is constant of a call's custom score and mask: the programs of the score, of its gradient, and of the mask,
+    as text (`mods.program`; empty: none), whether weights are dropped, whether row maxima are returned, and whether
+    sequences are packed.
+    """
+
+    score: str = ""
+    gradient: str = ""
+    mask: str = ""
+    dropout: bool = False
+    max_scores: bool = False
+    packed: bool = False
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """The texts that are there."""
+        return tuple([text for text in self[:3] if text])
+
+    def __str__(self) -> str:
+        names = [("score_mod", self.score), ("mask_mod", self.mask)]
+        words = [f"{name} {zlib.crc32(text.encode()):08x}" for name, text in names if text]
+        return ", ".join(words + ["dropout"] * self.dropout + ["max_scores"] * self.max_scores)
+
+
+class Dropout(NamedTuple):
+    """The probability p that a weight is dropped, and what seeds the random numbers. None draws a seed."""
+
+    p: float
+    seed: int | Tensor | None = None
+
+    def seed_on(self, device: torch.device) -> Tensor:
+        """The seed as int64 [1] on the device. One that is drawn comes from torch's generator of the device."""
+        if isinstance(self.seed, Tensor):
+            return self.seed
+        if self.seed is None:
+            return torch.randint(0, 2**62, (1,), device=device)
+        return torch.full((1,), self.seed, dtype=torch.int64, device=device)
+
+
+class Mods(NamedTuple):
+    """A custom score and mask with the tensors and numbers that they capture in this call, and its dropout."""
+
+    texts: ModTexts
+    score_tensors: tuple[Tensor, ...] = ()
+    mask_tensors: tuple[Tensor, ...] = ()
+    score_numbers: tuple[float, ...] = ()
+    mask_numbers: tuple[float, ...] = ()
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None  # int64 [1]
+    gradients: tuple[Tensor | None, ...] = ()  # of score_tensors, in the accumulators' dtype: a backward adds to them
+    max_scores: Tensor | None = None  # as lse: a forward writes each row's greatest score
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.score_tensors + self.mask_tensors
+
+    @property
+    def read(self) -> tuple[Tensor, ...]:
+        """All tensors that kernels read."""
+        return self.tensors if self.dropout_seed is None else (*self.tensors, self.dropout_seed)
