@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .compat.kvcache import Cache, forward_cached
+from .compat.kvcache import Cache, forward_cached, forward_packed
 from .compat.seqused import Used, backward_used, forward_used
 from .compat.signatures import Setting, applied, attend, combine, forward, refuse, softmax_d, unpacked, write
 from .errors import InvalidProblem, wrong_type
@@ -108,11 +108,13 @@ def flash_attn_with_kvcache(
     softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
     return_softmax_lse=False,
 ):  # fmt: skip
-    """As `strobe.flash_attn.flash_attn_with_kvcache`, with page_table in place of block_table. Packed queries raise
-    UnsupportedProblem.
+    """As `strobe.flash_attn.flash_attn_with_kvcache`, with page_table in place of block_table.
 
-    rotary_seqlens, int32 [B], is the rotary position of the first new key; None means cache_seqlens. max_seqlen_q
-    belongs to packed queries and has no effect.
+    With cu_seqlens_q, int32 [B + 1], q is packed, [T, H_q, D], and k and v are [T_new, H_kv, D] with cu_seqlens_k_new;
+    the result is [T, H_q, D]. A sequence with more queries than max_seqlen_q is NaN.
+
+    rotary_seqlens, int32 [B], is the rotary position of the first new key; None means cache_seqlens. Packed queries
+    take no rotary embedding.
 
     >>> pages, q = torch.zeros(2, 16, 2, 16), torch.randn(1, 1, 2, 16)
     >>> table, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
@@ -123,7 +125,7 @@ def flash_attn_with_kvcache(
     True
     """
     refuse(
-        qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+        qv=qv,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
         scheduler_metadata=scheduler_metadata, num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin,
     )  # fmt: skip
@@ -132,7 +134,12 @@ def flash_attn_with_kvcache(
         cache_leftpad, page_table, "page_table",
         rotary_seqlens,
     )  # fmt: skip
-    out, lse = forward_cached(q, cache, Setting(softmax_scale, causal, window_size, softcap))
+    setting = Setting(softmax_scale, causal, window_size, softcap)
+    if cu_seqlens_q is not None:
+        out, lse = forward_packed(q, cache, setting, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q)
+    else:
+        refuse(cu_seqlens_k_new=cu_seqlens_k_new)
+        out, lse = forward_cached(q, cache, setting)
     return (out, lse) if return_softmax_lse else out
 
 

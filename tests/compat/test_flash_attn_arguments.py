@@ -306,7 +306,7 @@ ALLOWED["_flash_attn_bwd"] |= {
 }
 ALLOWED["flash_attn_varlen_func"] |= {"seqused_q", "seqused_k"}  # served, tested in test_seqused.py
 ALLOWED["_flash_attn_varlen_forward"] |= {"seqused_k"}
-ALLOWED["flash_attn_with_kvcache"] |= {"rotary_seqlens", "max_seqlen_q"}
+ALLOWED["flash_attn_with_kvcache"] |= {"rotary_seqlens", "max_seqlen_q", "cu_seqlens_q"}
 for private in ("_flash_attn_forward", "_flash_attn_fwd", "_flash_attn_bwd"):
     ALLOWED[private] |= {"seqused_q", "seqused_k"}
 CARRIED = {

@@ -396,10 +396,10 @@ def test_packed_queries_that_broke_their_promise(device):
         q, held.k, held.v, _ints([0, 2, 6], device), _ints([0, 7, 12], device), 3, 7, return_attn_probs=True,
         block_table=table
     )  # fmt: skip
-    lost = [False, False, True, False, False, False, True, True, True]
+    lost = [False, False, True, True, True, True, True, True, True]
     assert out.isnan().flatten(1).all(1).tolist() == lost and lse.isnan().all(0).tolist() == lost
-    assert not out[[0, 1, 3, 4, 5]].isnan().any()
-    _near(out[3:6], _one(q[3:6].cpu(), *held.keys(1, 5), {})[0])
+    assert not out[:2].isnan().any()
+    _near(out[:2], _one(q[:2].cpu(), *held.keys(0, 7), {})[0])
 
 
 def test_packed_queries_over_pages_have_no_gradients():

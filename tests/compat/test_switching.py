@@ -374,6 +374,36 @@ def _packed_over_pages(library: Library):
         library.packed(q[0].requires_grad_(), *pages, *ends, 3, 6, block_table=table)
 
 
+def _packed_over_a_cache(library: Library):
+    """A chunk of 2 tokens and a decode, whose keys the call writes, as two calls of one sequence each."""
+    decode, given = library.module.flash_attn_with_kvcache, {"causal": True}
+    draw = torch.Generator().manual_seed(5)
+    k, v = (torch.randn(2, 6, 2, 16, generator=draw) for _ in range(2))
+    new_q, new_k, new_v = (torch.randn(3, heads, 16, generator=draw) for heads in (4, 2, 2))
+    caches = [[t.clone() for t in (k, v)] for _ in range(2)]
+    offsets, lengths = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([3, 1], dtype=torch.int32)
+    packing = {"cu_seqlens_q": offsets, "cu_seqlens_k_new": offsets, "max_seqlen_q": 2}
+    out, lse, *_ = decode(
+        new_q, *caches[0], new_k, new_v, cache_seqlens=lengths, **packing, **given, return_softmax_lse=True
+    )
+    for b, (start, stop) in enumerate(((0, 2), (2, 3))):
+        rows, keys = slice(start, stop), slice(b, b + 1)
+        new = [t[None, rows] for t in (new_q, new_k, new_v)]
+        pools = [t[keys] for t in caches[1]]
+        one, one_lse, *_ = decode(
+            new[0], *pools, *new[1:], cache_seqlens=lengths[keys], **given, return_softmax_lse=True
+        )
+        assert torch.allclose(out[rows], one[0], atol=1e-6) and torch.allclose(lse[:, rows], one_lse[0], atol=1e-6)
+    assert all(map(torch.equal, *caches))
+    angles = torch.ones(6, 4)
+    with pytest.raises(NotImplementedError, match=r"^rotary_cos: "):
+        decode(new_q, *caches[0], new_k, new_v, rotary_cos=angles, rotary_sin=angles, cache_seqlens=lengths, **packing)
+    with pytest.raises(NotImplementedError, match=r"^cu_seqlens_k_new: "):
+        decode(new_q[:2, None], *caches[0], cache_seqlens=lengths, cu_seqlens_k_new=offsets)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: got shape"):
+        decode(new_q, *caches[0], cache_seqlens=lengths, cu_seqlens_q=offsets[:2])
+
+
 def _classes(library: Library):
     module = {fa2: private, fa3: fa3, fa4: fa4_private}[library.module]
     (q, k, v), before = _tensors(), {fa2: (0.0,), fa3: (), fa4: (None, None)}[library.module]
@@ -481,9 +511,7 @@ CHECKS = {
     "lengths, ids beyond the cache": _beyond,
     "splits": _splits,
     "packed queries over pages": _packed_over_pages,
-    "packed queries or new keys over a cache": _refused(
-        "flash_attn_with_kvcache", cu_seqlens_q=_THREE, cu_seqlens_k_new=_THREE
-    ),
+    "packed queries or new keys over a cache": _packed_over_a_cache,
     "private functions": _private,
     "autograd classes": _classes,
     "rotary layers": _rotary_layers,

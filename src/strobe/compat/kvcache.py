@@ -13,10 +13,13 @@ from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem, describe, wrong_type
 from ..interface_decode import _call, _settings, append
+from ..interface_paged import _call as paged_call
 from ..ops import decode as ops_decode
+from ..ops import paged as ops_paged
 from ..problem.cache import DenseCache, PagedCache, Rotary
 from ..problem.call import accumulator
 from ..problem.decode import DecodeCall, refuse_gradients
+from ..problem.paged import PagedCall
 from .seqused import is_readable
 from .signatures import Setting, forward, in_their_words, rows_contiguous
 
@@ -288,29 +291,19 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table:
     >>> [list(t.shape) for t in forward_paged(torch.randn(4, 6, 16), pages, pages, setting, table)]
     [[4, 6, 16], [6, 4]]
 
-    The queries are copied to [B, max_seqlen_q], each sequence aligned at the right, as a decode expects. Results are
-    NaN for queries outside every sequence, queries that do not fit into max_seqlen_q, and sequences with more keys than
-    max_seqlen_k.
+    Results are NaN for queries outside every sequence, and for sequences with more queries than max_seqlen_q or more
+    keys than max_seqlen_k.
     """
     setting = setting.plain()
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = _packing(q, k, setting, page_table)
     refuse_gradients([q, k, v], "block_table")
     with torch.no_grad():
-        q, batch = rows_contiguous(q), page_table.shape[0]
-        place = _places(cu_seqlens_q, len(q), longest_q)
-        too_long = torch.cat([cu_seqlens_k.diff() > longest_k, place.new_zeros(1, dtype=torch.bool)])[
-            place // max(longest_q, 1)
-        ]
-        rows = q.new_zeros(batch * longest_q + 1, *q.shape[1:]).index_copy_(
-            0, place, q
-        )  # the last row takes queries without a place
+        q, lengths = rows_contiguous(q), cu_seqlens_k.diff()
         if k.dim() == 4 and k.shape[1]:
-            page_table = page_table[
-                :, : -(-longest_k // k.shape[1])
-            ]  # the number of splits is planned for the table's width
-        cache = PagedCache(k, v, page_table, cu_seqlens_k.diff())
+            page_table = page_table[:, : -(-longest_k // k.shape[1])]  # splits are planned for the table's width
+        cache = PagedCache(k, v, page_table, lengths)
         try:
-            out, lse = ops_decode.run(_decode_call(rows[:-1].view(batch, longest_q, *q.shape[1:]), cache, setting))
+            out, lse = ops_paged.run(_paged_call(q, cache, setting, cu_seqlens_q, longest_q))
         except (InvalidProblem, TypeError) as problem:
             words = {
                 "cache.k_pages": "k",
@@ -319,10 +312,73 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table:
                 "cache.seqlens": "cu_seqlens_k",
             }
             raise in_their_words(problem, words) from None
-        out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-        place = torch.where(too_long, len(out), place)
-        out, lse = (torch.cat([one, one.new_full((1, *one.shape[1:]), torch.nan)])[place] for one in (out, lse))
-        return out, lse.T
+        row, ends = torch.arange(len(q), device=q.device), cu_seqlens_q[1:].contiguous()
+        too_long = torch.nn.functional.pad(lengths > longest_k, (0, 1), value=True)
+        lost = too_long[torch.searchsorted(ends, row, right=True)] | (row < cu_seqlens_q[0])
+        return out.masked_fill(lost[:, None, None], torch.nan), lse.masked_fill(lost, torch.nan)
+
+
+def forward_packed(
+    q: Tensor,
+    cache: Cache,
+    setting: Setting,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k_new: Tensor | None,
+    longest_q: int | None,
+) -> tuple[Tensor, Tensor]:
+    """out [T, H_q, D] and lse [H_q, T] of packed queries over the keys in the cache, after writing packed k_new and
+    v_new to it. No gradients, as in the originals.
+
+    >>> k_cache, q = torch.zeros(2, 8, 2, 16), torch.randn(4, 2, 16)
+    >>> offsets = torch.tensor([0, 3, 4], dtype=torch.int32)
+    >>> cache = Cache(k_cache, k_cache.clone(), torch.tensor([2, 5], dtype=torch.int32), q, q)
+    >>> out, lse = forward_packed(q, cache, Setting(causal=True), offsets, offsets, 3)
+    >>> torch.equal(k_cache[0, 2:5], q[:3]), out.shape, lse.shape
+    (True, torch.Size([4, 2, 16]), torch.Size([2, 4]))
+    """
+    with torch.no_grad():
+        try:
+            return _forward_packed(
+                rows_contiguous(q), cache, setting.plain(), (cu_seqlens_q, cu_seqlens_k_new), longest_q
+            )
+        except (InvalidProblem, TypeError) as problem:
+            raise in_their_words(problem, cache.words) from None
+
+
+def _forward_packed(
+    q: Tensor, cache: Cache, setting: Setting, offsets: tuple[Tensor, Tensor | None], longest_q: int | None
+) -> tuple[Tensor, Tensor]:
+    cu_seqlens_q, cu_seqlens_k_new = offsets
+    for name, given in (("q", q), ("cu_seqlens_q", cu_seqlens_q)):
+        if not isinstance(given, Tensor):
+            raise wrong_type(name, given, "a tensor", "pass a torch.Tensor")
+    if cache.cos is not None or cache.sin is not None:
+        remedy = "turn q and k before the call"
+        raise UnsupportedProblem(describe("rotary_cos", "a tensor beside cu_seqlens_q", "None", remedy))
+    if (cache.k_new is None) != (cu_seqlens_k_new is None) or (cache.k_new is None) != (cache.v_new is None):
+        expected = "k, v and cu_seqlens_k_new together, or none of them"
+        raise InvalidProblem("cu_seqlens_k_new", cu_seqlens_k_new, expected, "give the offsets of the new keys")
+    if not isinstance(cache.seqlens, Tensor):
+        expected = "an int32 tensor [B] beside cu_seqlens_q"
+        raise wrong_type("cache_seqlens", cache.seqlens, expected, "give the lengths before this call")
+    before, after = cache.seqlens, cache.seqlens
+    if cu_seqlens_k_new is not None:
+        after = before + cu_seqlens_k_new.diff()
+    call = _paged_call(q, _held(cache, after), setting, cu_seqlens_q, longest_q)
+    if cache.k_new is not None and cache.v_new is not None:
+        if not torch.compiler.is_compiling():  # checks the arguments before anything is written
+            ops_paged.decide(ops_paged.prepare(call))
+        new = rows_contiguous(cache.k_new), rows_contiguous(cache.v_new)
+        append(_held(cache, before), *new, cu_seqlens_q=cu_seqlens_k_new)
+    return ops_paged.run(call)
+
+
+def _paged_call(
+    q: Tensor, held: PagedCache | DenseCache, setting: Setting, cu_seqlens_q: Tensor, longest_q: int | None
+) -> PagedCall:
+    softcap = setting.softcap or None
+    settings = setting.causal, setting.window, setting.scale, softcap, None, False, None
+    return paged_call(q, held, cu_seqlens_q, longest_q, settings)
 
 
 def _packing(q: Tensor, k: Tensor, setting: Setting, page_table: Tensor) -> tuple[Tensor, Tensor, int, int]:
@@ -354,17 +410,3 @@ def _longest(name: str, longest: int | None) -> int:
     if not isinstance(longest, (int, torch.SymInt)) or longest < 0:
         raise InvalidProblem(name, longest, "an int >= 0", "say how long the longest sequence is")
     return longest
-
-
-def _places(cu_seqlens_q: Tensor, total: int, longest: int) -> Tensor:
-    """int64 [T]: the index of each packed row in [B * longest], with sequences aligned at the right. Rows without a
-    place get B * longest.
-
-    >>> _places(torch.tensor([0, 2, 2, 5]), 6, 3).tolist()
-    [1, 2, 6, 7, 8, 9]
-    """
-    row, ends = torch.arange(total, device=cu_seqlens_q.device), cu_seqlens_q[1:].long()
-    sequence = torch.searchsorted(ends, row, right=True)
-    column = longest + row - torch.cat([ends, ends.new_zeros(1)])[sequence]
-    has_place = (column >= 0) & (column < longest) & (row >= cu_seqlens_q[0])
-    return torch.where(has_place, sequence * longest + column, len(ends) * longest)

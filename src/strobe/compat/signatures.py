@@ -327,7 +327,7 @@ def combine(
 
 _DROPOUT = "strobe drops no weights; keep 0.0 in evaluation, and in training use dropout on the output"
 _PAGES = "use strobe.attention_decode(q, strobe.PagedCache(k, v, page_table, seqlens)) under torch.no_grad()"
-_PACKED = "a decode takes as many new tokens of each sequence; give q, k and v as [B, T, H, D]"
+_PACKED = "these are offsets of new keys beside packed queries; give cu_seqlens_q, too"
 _LEFTPAD = "packed keys have no padding; move cu_seqlens_k, or use flash_attn_with_kvcache with cache_leftpad"
 _OVER_CACHE = (
     "a cache takes queries [B, T, H, D] with neither offsets nor lengths of their own; leave out "
@@ -348,7 +348,6 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "return_attn_probs": ((False,), "an exchange between processes returns no log-sum-exp; leave it out"),
     "leftpad_k": ((None,), _LEFTPAD),
     "output_scale": ((None,), "strobe does not quantize outputs; scale the combined out"),
-    "cu_seqlens_q": ((None,), _PACKED),
     "cu_seqlens_k_new": ((None,), _PACKED),
     "page_table": ((None,), _PAGES),
     "k_new": ((None,), _OVER_CACHE),
