@@ -374,6 +374,28 @@ def test_attention_runs_forward_and_backward_on_hopper():
         assert float((grad.double() - right).norm() / right.norm()) <= 1.2e-2
 
 
+def test_deterministic_gradients_of_functions():
+    """In the order of semaphores, and without block lists."""
+    draw = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(1, n, heads, 64, generator=draw).bfloat16() for n, heads in ((200, 2), (260, 1), (260, 1))]
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    dout, slopes = torch.randn(1, 200, 2, 64, generator=draw).bfloat16(), torch.tensor([0.1, 0.3])
+    mask = strobe.mask_mod(lambda b, h, q, k: (q + k) % 5 > 0)
+    with on(H200) as run:
+        score = lambda s, b, h, q, k: s * (1 + slopes[h])
+        out = strobe.attention(*tensors, score_mod=score, mask=mask, deterministic=True, kernel="hopper")
+        found = torch.autograd.grad(out, tensors, dout)
+    assert run.reports == [] and "backward_kernel" in run.launches
+    score = lambda s, slopes, h, q, k: s * (1 + slopes[h])
+    wanted = dense_gradients(tensors, slopes, dout, score, lambda q, k: (q + k) % 5 > 0)
+    for grad, right in zip(found, wanted):
+        assert float((grad.double() - right).norm() / right.norm()) <= 1.2e-2
+    captured = slopes.requires_grad_()
+    with on(H200), pytest.raises(strobe.UnsupportedProblem, match="captured tensors are summed by atomics"):
+        score = lambda s, b, h, q, k: s * (1 + captured[h])
+        strobe.attention(*tensors, score_mod=score, deterministic=True)
+
+
 @pytest.mark.parametrize("documents", (False, True))
 def test_gradient_of_a_bias_by_blocks(documents):
     """Elements of a block are summed before an atomic adds them; not over keys where documents begin anywhere."""
