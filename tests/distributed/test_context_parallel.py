@@ -91,17 +91,3 @@ def test_rows_that_are_no_division_are_refused(rows):
             context_parallel().plan(seqlen=4, heads_q=2, rows=rows)
     finally:
         dist.destroy_process_group()
-
-
-def test_functions_of_scores_and_masks_are_refused():
-    """A part of the rows has other indices than the functions expect."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        plan = context_parallel().plan(seqlen=4, heads_q=2)
-        q = torch.randn(1, 4, 2, 8)
-        with pytest.raises(strobe.UnsupportedProblem, match="score_mod with context_parallel"):
-            strobe.attention(q, q, q, score_mod=lambda score, *_: score, context_parallel=plan)
-        with pytest.raises(strobe.UnsupportedProblem, match="mask_mod with context_parallel"):
-            strobe.attention(q, q, q, mask=~strobe.causal(), context_parallel=plan)
-    finally:
-        dist.destroy_process_group()

@@ -18,30 +18,39 @@ from .packed import mask_of_offsets
 from .plan import Plan
 
 
-def attend(call: Call, plan: object, band: tuple[int, int], mask: Mask | None, out: Tensor | None) -> Tensor:
+def attend(
+    call: Call, plan: object, band: tuple[int, int], mask: Mask | None, out: Tensor | None, score: object = None
+) -> Tensor:
     """`attention` of local q, k and v [B, local rows, H, D] by a plan. All ranks of the plan must call it.
 
     call: without a mask. band: left and right as in a Call. mask: of the whole sequence. If neither band nor mask says
     anything, the plan's mask applies. out: must be None.
     """
     plan = _checked(plan, out)
-    if isinstance(mask, MaskMod):
-        raise UnsupportedProblem("mask_mod with context_parallel: compose causal, window, prefix_causal and documents")
     if mask is not None and not isinstance(mask, Mask):
         raise no_mask(mask)
     left, right = (None if bound == NO_BOUND else bound for bound in band)
     whole = Mask(left, right)
     asked = mask is not None or any(whole.structure)
     mask = (whole if mask is None else whole & mask) if asked else None
+    if score is not None or isinstance(mask, MaskMod) or isinstance(plan.mask, MaskMod):
+        return _uncompiled(call, plan, mask, score)
     if not torch.compiler.is_compiling():
         return attend_plan(call, plan, mask)
     if mask is None or not any(mask.structure[2:]):
         from .compiled import attend_compiled
 
         return attend_compiled(call, plan, mask)
+    return _uncompiled(call, plan, mask, None)
+
+
+def _uncompiled(call: Call, plan: Plan, mask: Mask | None, score: object) -> Tensor:
+    """Inside a compiled function the call breaks the graph."""
+    if not torch.compiler.is_compiling():
+        return attend_plan(call, plan, mask, score)
     from .uncompiled import attend_uncompiled  # here, since the decorator imports torch's compiler, which loads Triton
 
-    return cast("Callable[[Call, Plan, Mask | None], Tensor]", attend_uncompiled)(call, plan, mask)
+    return cast("Callable[[Call, Plan, Mask | None, object], Tensor]", attend_uncompiled)(call, plan, mask, score)
 
 
 def attend_packed(
@@ -51,14 +60,17 @@ def attend_packed(
     mask: Mask | None,
     offsets: tuple[Tensor, Tensor | None],
     out: Tensor | None,
+    score: object = None,
 ) -> Tensor:
     """`attention_varlen` of local q, k and v [local rows, H, D] by a plan. offsets: of the whole packed tensor."""
     plan = _checked(plan, out)
+    if score is not None:  # its positions would be those of the packed tensor, and not of a sequence
+        raise UnsupportedProblem("score_mod of packed sequences with context_parallel: call attention with documents")
     if offsets[1] is not None and offsets[1] is not offsets[0]:
         raise InvalidProblem(
             "cu_seqlens_k", "other offsets than cu_seqlens_q", "the same", "leave it out with context_parallel"
         )
-    if mask is not None and (not isinstance(mask, Mask) or any(mask.structure[2:])):
+    if mask is not None and (type(mask) is not Mask or any(mask.structure[2:])):
         raise UnsupportedProblem("mask of packed sequences with context_parallel: causal and window only")
     call = call._replace(q=call.q[None], k=call.k[None], v=call.v[None])
     documents = mask_of_offsets(plan, offsets[0])
@@ -67,14 +79,10 @@ def attend_packed(
     return attend(call, plan, band, documents if mask is None else documents & mask, None)[0]
 
 
-def refuse_score_mod(score_mod: object, dropout_p: float = 0.0) -> None:
+def refuse_dropout(dropout_p: float) -> None:
     if dropout_p:
         raise UnsupportedProblem(
             "dropout_p with context_parallel: a part of the rows has other indices; drop no weights"
-        )
-    if score_mod is not None:
-        raise UnsupportedProblem(
-            "score_mod with context_parallel: a part of the rows has other indices; use softcap, masks or sinks"
         )
 
 

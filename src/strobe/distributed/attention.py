@@ -5,21 +5,29 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem
+from ..mods.mask import MaskMod
 from ..ops import attention as ops
+from ..ops import mods as ops_mods
 from ..problem.call import DTYPES, Call, check
 from ..problem.mask import Mask
 from ..problem.torch_state import in_autocasts_dtype
 from .agreement import ERROR, Description, check_agreement, described_error
 from .heads import EnterHeads, LeaveHeads
 from .keys import AttendKeys
+from .mods import attend_mods, builtin_part
 from .plan import Plan
 
 
-def attend_plan(call: Call, plan: Plan, mask: Mask | None) -> Tensor:
-    """mask: in place of the plan's, or None."""
+def attend_plan(call: Call, plan: Plan, mask: Mask | None, score: object = None) -> Tensor:
+    """mask: in place of the plan's, or None. score: a custom score."""
+    call, whole = in_autocasts_dtype(call), plan.mask if mask is None else mask
+    if score is not None or isinstance(whole, MaskMod):
+        plan = plan.for_mask(builtin_part(whole))
+        mods = ops_mods.bind(call, score, whole).mods
+        agree(call, plan, "" if mods is None else str(mods.texts))
+        return attend_mods(call, plan, whole, score)
     if mask is not None:
         plan = plan.for_mask(mask)
-    call = in_autocasts_dtype(call)
     agree(call, plan)
     q, k, v, sinks = *call[:3], call.sinks
     if plan.heads_size > 1:
@@ -38,13 +46,14 @@ def own_heads(plan: Plan, heads_q: int) -> slice:
     return slice(plan.ranks.heads_rank * heads, (plan.ranks.heads_rank + 1) * heads)
 
 
-def agree(call: Call, plan: Plan) -> None:
-    """Raise on every rank if a rank's call is invalid, or differs from those of others.
+def agree(call: Call, plan: Plan, functions: str = "") -> None:
+    """Raise on every rank if a rank's call is invalid, or differs from those of others. functions: what tells custom
+    scores and masks apart.
 
     On a CPU in every call. On a GPU comparing waits for the device, so only the first call with these sizes compares.
     """
     text, error = described_error(lambda: _check_local(call, plan))
-    mine = {ERROR: text, **_described(call, plan)}
+    mine = {ERROR: text, **_described(call, plan), "functions": functions}
     key = "agreed", tuple(mine.values())
     known = any(isinstance(one, tuple) and one[0] == "agreed" for one in plan.prepared)
     if call.q.is_cuda and (key in plan.prepared or (error is not None and known)):
