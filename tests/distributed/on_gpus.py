@@ -50,7 +50,7 @@ def _step(tensors, sinks, **options):
 def _check(rank: int, world: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    failed = _failed(EVEN, WAYS) + _torch_ring(world) + _failed(ODD, {"keys": WAYS["keys"]})
+    failed = _failed(EVEN, WAYS) + _failed(ODD, {"keys": WAYS["keys"]}) + _torch_ring(world)
     dist.barrier()
     if rank == 0:
         print("failed" if failed else "all hold", failed, strobe.last_errors(), flush=True)
