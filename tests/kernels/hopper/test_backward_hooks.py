@@ -374,6 +374,28 @@ def test_attention_runs_forward_and_backward_on_hopper():
         assert float((grad.double() - right).norm() / right.norm()) <= 1.2e-2
 
 
+def test_packed_sequences_count_from_their_own_diagonals():
+    """ALiBi and the gradient of its slopes, against the CPU kernels in float32."""
+    draw = torch.Generator().manual_seed(3)
+    offsets_q, offsets_k = (torch.tensor([0, *n]).cumsum(0).int() for n in ((70, 0, 33, 100), (90, 5, 33, 130)))
+    sizes = ((203, 4), (258, 2), (258, 2))
+    q, k, v = (torch.randn(n, heads, 64, generator=draw).bfloat16().requires_grad_() for n, heads in sizes)
+    slopes, dout = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True), torch.randn(203, 4, 64, generator=draw)
+
+    def gradients(kernel: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        out = strobe.attention_varlen(
+            q.to(dtype), k.to(dtype), v.to(dtype), cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, causal=True,
+            score_mod=strobe.alibi(slopes), kernel=kernel,
+        )  # fmt: skip
+        return torch.autograd.grad(out, (q, k, v, slopes), dout.to(dtype))
+
+    with on(H200) as run:
+        found = gradients("hopper", torch.bfloat16)
+    assert run.reports == [] and "backward_kernel" in run.launches
+    for grad, right in zip(found, gradients("cpu", torch.float32)):
+        assert float((grad - right).float().norm() / right.float().norm()) <= 1.2e-2
+
+
 def test_deterministic_gradients_of_functions():
     """In the order of semaphores, and without block lists."""
     draw = torch.Generator().manual_seed(3)
