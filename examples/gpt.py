@@ -1,4 +1,4 @@
-"""The small GPT of train_gpt.py, packed_training.py and generate.py. Its attention is an argument of the forward.
+"""The small GPT of train_gpt.py, packed_training.py, generate.py and serve.py. Its attention is an argument.
 
 Text is read and written byte by byte. The book is Alice's Adventures in Wonderland, which lies in examples/demo/text.
 """

@@ -33,7 +33,7 @@ def _numbers(pattern: str, text: str) -> list[float]:
 def test_examples_are_short_and_say_how_they_are_run():
     assert {path.stem for path in FILES} == {
         "benchmark_shapes", "context_parallel", "finetune_transformers", "generate", "gpt", "packed_training",
-        "quickstart", "sliding_window", "train_gpt",
+        "quickstart", "serve", "sliding_window", "train_gpt",
     }  # fmt: skip
     for path in FILES:
         text = path.read_text()
@@ -67,6 +67,14 @@ def test_generate_reaches_the_logits_of_the_dense_path():
     assert max(_numbers(r"logits within N of", printed)) < 1e-4
     written = re.findall(r"Alice said, (.*?)\n---", printed, re.DOTALL)
     assert len(written) == 1 and len(written[0]) == 24
+
+
+def test_the_server_reaches_the_logits_of_the_dense_path():
+    """10 requests in 4 slots: prompts of 5 to 75 tokens in chunks of 24, and 12 tokens that each writes."""
+    printed = _run("serve")
+    tokens, errors = (_numbers(pattern, printed) for pattern in (r"request \d: N tokens", r"logits within N of"))
+    assert tokens == [17, 34, 51, 68, 85, 19, 36, 53, 70, 87] and max(errors) < 1e-5
+    assert printed.startswith("32 of 32 pages are free, errors: []")
 
 
 def test_packed_training_has_the_losses_of_padded_training_and_fewer_tokens():
