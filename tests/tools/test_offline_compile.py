@@ -228,6 +228,24 @@ def test_the_blackwell_forward_spills_nothing_at_d128():
         assert counts[0] < 258 and counts[1:] in ([], [258])
 
 
+def test_the_blackwell_backward_spills_nothing_and_fits_its_memories():
+    """Of all cases that it can run: 16 warps share the registers, and all 512 columns of tensor memory are used."""
+    seen = set()
+    for unit in UNITS:
+        if unit.family == "blackwell" and unit.call.needs_grad:
+            form = select(Problem.from_call(unit.call), TARGETS[unit.target]).backward.config.form
+            for kernel in ("preprocess_kernel", "backward_kernel", "postprocess_kernel"):
+                assert budget.spill_bytes(RECORDED[(*unit, kernel)]) == 0, (unit, kernel)
+            row = RECORDED[(*unit, "backward_kernel")]
+            assert row["warps"] == 16 and form.tensor_columns() == row["tensor_columns"] == TENSOR_COLUMNS, unit
+            assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
+            registers = form.tuning.registers_of()
+            assert sum(registers[role] * warps for role, warps in zip(registers, (4, 8, 2, 2))) == 16 * row["registers"]
+            seen.add((form.block_d, form.mask.left, form.mask.right, unit.target))
+    bands = ((False, False), (False, True), (True, True))
+    assert seen >= {(w, *band, target) for w in (64, 128) for band in bands for target in ("sm_100", "sm_103")}
+
+
 def _backward_roles(row: dict) -> dict[str, int]:
     """What is unlike in other cases than d128 causal: by roles one consumer has no exponentials; two warps add dq where
     halves take turns; split groups only add, but for a first tile of keys.

@@ -1,7 +1,7 @@
 """The Blackwell kernels at sizes that wrap every ring and give a program several tiles: scenes whose synchronisations
 are taken away.
 
-Inside `simulate` a scene returns out and lse, made by the family's own launch code for a B200 of two SMs.
+Inside `simulate` a scene returns out and lse, or gradients, made by the family's own launch code for a B200 of two SMs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from strobe import reference
 from strobe.ops import attention as ops
 from strobe.problem.target import FAKES
 from strobe.testing import Case
@@ -42,6 +43,18 @@ def blackwell_d192_128() -> tuple[Tensor, ...]:
     sees no key.
     """
     return _forward(768, 512, 192, head_dim_v=128, mask=CAUSAL)
+
+
+def backward_d64() -> tuple[Tensor, ...]:
+    """Two heads of a group with two tiles of queries each: four steps for two stages of Q and one of dO. The keys end
+    within the tile. `test_backward_barriers` mutates it.
+    """
+    case = Case("scene", 200, 100, head_dim=64, batch=1, heads=(2, 1))
+    call = case.build("cpu", torch.bfloat16, kernel="blackwell.backward")._replace(needs_grad=True)
+    out, lse = reference.forward(call)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    with posing(replace(B200, sm_count=1)):
+        return ops.BACKWARD(dout, out.to(torch.bfloat16), lse.float(), None, *call.arguments)
 
 
 # forward*.py of blackwell and device, and pipeline.py

@@ -16,10 +16,12 @@ from tests.kernels.hopper.hopper_cases import CAUSAL, DTYPES, SCHEDULES, band
 
 pytest.importorskip("triton")
 
+from strobe import reference
 from strobe.kernels.blackwell import backward
 from strobe.kernels.blackwell import kernel as blackwell
 from strobe.kernels.blackwell.launch_backward import section
 from strobe.kernels.blackwell.traits import TENSOR_COLUMNS
+from strobe.ops import attention as ops
 from strobe.problem.problem import Problem
 from strobe.problem.target import FAKES
 from strobe.selection.select import select
@@ -89,6 +91,25 @@ def test_blackwell_backward_with_every_input(name, family, judge):
 def test_a_hundred_seeds(mode, judge):
     for seed in range(50):
         run_and_judge(judge, CASES["causal_d128"], torch.bfloat16, "normal", (mode, seed))
+
+
+@pytest.mark.parametrize("layout", ("rows", "expanded"))
+def test_gradients_of_lse_and_any_strides_of_dout(layout):
+    """An expanded dout, whose strides TMA cannot address, is copied."""
+    call = _case("dlse", 130, 100, heads=(2, 1)).build("cpu", torch.bfloat16)._replace(needs_grad=True)
+    out, lse = reference.forward(call)
+    generator = torch.Generator().manual_seed(3)
+    dlse = torch.randn(lse.shape, generator=generator)
+    dout = torch.randn(out.shape, generator=generator).to(torch.bfloat16)
+    if layout == "expanded":
+        dout = dout[..., :1].expand(out.shape)
+    given = (dout, out.to(torch.bfloat16), lse.float(), dlse)
+    expected = ops.BACKWARD(*given, *call._replace(kernel="cpu").arguments)
+    with on(B200) as run:
+        found = ops.BACKWARD(*given, *call._replace(kernel="blackwell.backward").arguments)
+    assert run.reports == [] and run.launches == BACKWARD
+    for gradient, wanted in zip(found[:3], expected[:3]):
+        torch.testing.assert_close(gradient.float(), wanted.float(), atol=3e-2, rtol=3e-2)
 
 
 # ---------------------------------------------------------------- barriers

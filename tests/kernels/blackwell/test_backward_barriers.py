@@ -1,0 +1,73 @@
+"""Every synchronisation of the Blackwell backward taken away or changed: the simulator notices each in one run.
+
+Two waits are kept that no run needs, with the reason (`KEPT`). The simulator runs the instructions of a role's warps
+together. So it does not see that the compute warps must meet between reading S^T and writing P^T over it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("triton")
+
+from strobe.kernels.blackwell import backward
+from strobe.sim import Checks, simulate
+from strobe.sim.mutate import Mutant, mutants
+from strobe.sim.scene import FAILURES, Scene, replaced
+
+HERE = Path(__file__).parent
+SOURCES = sorted(Path(backward.__file__).parent.glob("backward*.py"))
+MUTANTS = [(file, mutant) for file in SOURCES for mutant in mutants(file.read_text())]
+# TMA's bytes are visible to a thread that has waited for them itself, as compute does before it reads LSE and delta. In
+# the simulator it would suffice that the MMA warp has waited, whose products then complete s_full and dp_full.
+KEPT = {"pipes.q.consumer_wait(state.q)", "pipes.do.consumer_wait(state.do)"}
+
+
+def _cases() -> list:
+    return [
+        pytest.param(
+            file,
+            mutant,
+            id=f"{mutant.function}-{mutant.kind}-{number}".replace(" ", "_"),
+        )
+        for number, (file, mutant) in enumerate(MUTANTS)
+        if mutant.text not in KEPT
+    ]
+
+
+def test_the_kernel_as_it_is_has_no_fault():
+    scene = _scene()
+    assert _noticed(scene, None) == ""
+
+
+def test_the_waits_that_are_kept_are_those_of_compute():
+    kept = [(file.stem, mutant.function, mutant.kind) for file, mutant in MUTANTS if mutant.text in KEPT]
+    assert kept == [("backward_compute", "mainloop_step", "drop wait")] * 2
+
+
+@pytest.mark.parametrize("file, mutant", _cases())
+def test_each_synchronisation_is_needed(file: Path, mutant: Mutant):
+    scene = _scene()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        replaced(file, mutant.source, Path(folder) / f"mutant_{abs(hash(str(mutant)))}", scene.path) as module,
+    ):
+        assert _noticed(scene, module), str(mutant)
+
+
+def _scene() -> Scene:
+    return Scene(f"{HERE / 'blackwell_scenes.py'}::backward_d64", [])
+
+
+def _noticed(scene: Scene, module: ModuleType | None) -> str:
+    with simulate("sm_100", "eager", 0, check=False, max_reports=1, checks=Checks(read_fences=True)) as run:
+        run.machine.max_steps = 50_000
+        try:
+            scene(module)
+        except FAILURES as error:
+            return type(error).__name__
+    return run.reports[0].kind if run.reports else ""
