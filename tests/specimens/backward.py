@@ -37,7 +37,7 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from strobe.kernels.device.pipeline import ring_start
+from strobe.kernels.device.pipeline import PipelineState
 from strobe.problem.call import Call
 from strobe.problem.mask import causal as causal_mask
 
@@ -111,19 +111,19 @@ def load_partition(views, kv, q, do, sizes, config: gl.constexpr):
     mbarrier.expect(kv_ready.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma_load(k_desc, [entry * seqlen_k + n_start, column], kv_ready.index(0), k_smem)
     tma_load(v_desc, [entry * seqlen_k + n_start, column], kv_ready.index(0), v_smem)
-    at = ring_start(config.stages)
+    at = PipelineState.start(config.stages)
     for m_block in range(m_first, seqlen_q // config.block_m):
         row = entry * seqlen_q + m_block * config.block_m
         statistics = (entry * heads + head) * seqlen_q + m_block * config.block_m
-        mbarrier.wait(do_free.index(at.stage), at.parity ^ 1)  # do before q: it is free before q is
-        mbarrier.expect(do_ready.index(at.stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-        tma_load(do_desc, [row, column], do_ready.index(at.stage), do_smem.index(at.stage))
-        tma_load(delta_desc, [statistics], do_ready.index(at.stage), delta_smem.index(at.stage))
-        mbarrier.wait(q_free.index(at.stage), at.parity ^ 1)
-        mbarrier.expect(q_ready.index(at.stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-        tma_load(q_desc, [row, column], q_ready.index(at.stage), q_smem.index(at.stage))
-        tma_load(lse_desc, [statistics], q_ready.index(at.stage), lse_smem.index(at.stage))
-        at = at.next()
+        mbarrier.wait(do_free.index(at.index), at.phase ^ 1)  # do before q: it is free before q is
+        mbarrier.expect(do_ready.index(at.index), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        tma_load(do_desc, [row, column], do_ready.index(at.index), do_smem.index(at.index))
+        tma_load(delta_desc, [statistics], do_ready.index(at.index), delta_smem.index(at.index))
+        mbarrier.wait(q_free.index(at.index), at.phase ^ 1)
+        mbarrier.expect(q_ready.index(at.index), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+        tma_load(q_desc, [row, column], q_ready.index(at.index), q_smem.index(at.index))
+        tma_load(lse_desc, [statistics], q_ready.index(at.index), lse_smem.index(at.index))
+        at = at.advance()
 
 
 @gluon.jit
@@ -189,42 +189,42 @@ def mma_partition(out, kv, q, do, dq, sizes, scales, config: gl.constexpr):
     dq_zero = gl.full([config.block_m, config.head_dim], 0.0, gl.float32, dq_layout)
     dk = gl.full([config.block_n, config.head_dim], 0.0, gl.float32, d_layout)
     dv = gl.full([config.block_n, config.head_dim], 0.0, gl.float32, d_layout)
-    at = ring_start(config.stages)
-    dq_at = ring_start(1)
+    at = PipelineState.start(config.stages)
+    dq_at = PipelineState.start(1)
     mbarrier.wait(kv_ready.index(0), 0)
     for m_block in range(m_first, seqlen_q // config.block_m):
-        mbarrier.wait(q_ready.index(at.stage), at.parity)
-        s = warpgroup_mma(k_smem, q_smem.index(at.stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(do_ready.index(at.stage), at.parity)
-        dp = warpgroup_mma(v_smem, do_smem.index(at.stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(q_ready.index(at.index), at.phase)
+        s = warpgroup_mma(k_smem, q_smem.index(at.index).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(do_ready.index(at.index), at.phase)
+        dp = warpgroup_mma(v_smem, do_smem.index(at.index).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         if config.causal:
             s = hide_future(s, m_block * config.block_m, n_start, config)
-        lse_log2 = lse_smem.index(at.stage).load(columns)  # not sooner: 16 registers more would spill
+        lse_log2 = lse_smem.index(at.index).load(columns)  # not sooner: 16 registers more would spill
         p = gl.exp2(s * scale_log2 - lse_log2[None, :])
-        delta = delta_smem.index(at.stage).load(columns)
+        delta = delta_smem.index(at.index).load(columns)
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds = (p * (dp - delta[None, :])).to(dtype)
-        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), do_smem.index(at.stage), dv, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), do_smem.index(at.index), dv, is_async=True)
         ds_smem.store(ds)
         # and all eight warps meet: the compiler puts that barrier before a product that reads others' stores
         fence_async_shared()
         dq_tile = warpgroup_mma(ds_smem.permute((1, 0)), k_smem, dq_zero, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv])
-        mbarrier.arrive(do_free.index(at.stage))
-        dk = warpgroup_mma(gl.convert_layout(ds, operand), q_smem.index(at.stage), dk, is_async=True)
+        mbarrier.arrive(do_free.index(at.index))
+        dk = warpgroup_mma(gl.convert_layout(ds, operand), q_smem.index(at.index), dk, is_async=True)
         dq_tile = warpgroup_mma_wait(1, deps=[dq_tile])
         if config.dq == "red":
             add_dq(dq_tile, dq_sum, m_block, sizes, config)
         else:
-            mbarrier.wait(dq_free.index(0), dq_at.parity ^ 1)
+            mbarrier.wait(dq_free.index(0), dq_at.phase ^ 1)
             dq_smem.store(dq_tile)
             fence_async_shared()
             mbarrier.arrive(dq_ready.index(0))
         dk = warpgroup_mma_wait(0, deps=[dk])
-        mbarrier.arrive(q_free.index(at.stage))
-        at = at.next()
-        dq_at = dq_at.next()
+        mbarrier.arrive(q_free.index(at.index))
+        at = at.advance()
+        dq_at = dq_at.advance()
     entry, head, n_start, m_first = place(sizes, config)
     v_smem.store(dv.to(dtype))  # k and v are used up: dk and dv leave through their shared memory
     k_smem.store((dk * scale).to(dtype))
@@ -239,11 +239,11 @@ def store_partition(dq_desc, turns, dq, sizes, config: gl.constexpr):
     ds_smem, dq_smem, dq_ready, dq_free = dq
     heads, seqlen_q, seqlen_k = sizes
     entry, head, n_start, m_first = place(sizes, config)
-    at = ring_start(1)
+    at = PipelineState.start(1)
     m_blocks = seqlen_q // config.block_m
     for m_block in range(m_first, m_blocks):
         turn = turns + (entry * heads + head) * m_blocks + m_block
-        mbarrier.wait(dq_ready.index(0), at.parity)
+        mbarrier.wait(dq_ready.index(0), at.phase)
         if config.dq == "ordered":
             mine = n_start // config.block_n
             now = gl.atomic_add(turn, 0, sem="acquire", scope="gpu")
@@ -259,7 +259,7 @@ def store_partition(dq_desc, turns, dq, sizes, config: gl.constexpr):
         else:
             tma_store_wait(0)
         mbarrier.arrive(dq_free.index(0))
-        at = at.next()
+        at = at.advance()
 
 
 @gluon.jit

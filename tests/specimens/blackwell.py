@@ -37,7 +37,7 @@ from strobe.kernels.device.dialect import (
     tma_store_wait,
     tmem_reg_layout,
 )
-from strobe.kernels.device.pipeline import ring_start
+from strobe.kernels.device.pipeline import PipelineState
 from strobe.kernels.device.softmax import SoftmaxState, online_step
 from strobe.problem.call import Call
 
@@ -83,24 +83,24 @@ class Matmul:
 def matmul_load_partition(a_desc, b_desc, tiles, counts, config: gl.constexpr):
     a_smem, b_smem, tile_ready, tile_free = tiles
     m_tiles, n_tiles, steps = counts
-    at = ring_start(config.stages)
+    at = PipelineState.start(config.stages)
     for tile in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         for step in range(steps):
-            mbarrier.wait(tile_free.index(at.stage), at.parity ^ 1)
-            mbarrier.expect(tile_ready.index(at.stage), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            mbarrier.wait(tile_free.index(at.index), at.phase ^ 1)
+            mbarrier.expect(tile_ready.index(at.index), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
             tma_load(
                 a_desc,
                 [tile // n_tiles * ROWS, step * config.block_k],
-                tile_ready.index(at.stage),
-                a_smem.index(at.stage),
+                tile_ready.index(at.index),
+                a_smem.index(at.index),
             )
             tma_load(
                 b_desc,
                 [step * config.block_k, tile % n_tiles * config.block_n],
-                tile_ready.index(at.stage),
-                b_smem.index(at.stage),
+                tile_ready.index(at.index),
+                b_smem.index(at.index),
             )
-            at = at.next()
+            at = at.advance()
 
 
 @gluon.jit
@@ -108,18 +108,18 @@ def matmul_mma_partition(tiles, acc, counts, config: gl.constexpr):
     a_smem, b_smem, tile_ready, tile_free = tiles
     acc_tmem, acc_ready, acc_free = acc
     m_tiles, n_tiles, steps = counts
-    at = ring_start(config.stages)
-    acc_at = ring_start(2)
+    at = PipelineState.start(config.stages)
+    acc_at = PipelineState.start(2)
     for _tile in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        mbarrier.wait(acc_free.index(acc_at.stage), acc_at.parity ^ 1)
-        total = acc_tmem.index(acc_at.stage)
+        mbarrier.wait(acc_free.index(acc_at.index), acc_at.phase ^ 1)
+        total = acc_tmem.index(acc_at.index)
         for step in range(steps):
-            mbarrier.wait(tile_ready.index(at.stage), at.parity)
-            tcgen05_mma(a_smem.index(at.stage), b_smem.index(at.stage), total, use_acc=step > 0)
-            tcgen05_commit(tile_free.index(at.stage))
-            at = at.next()
-        tcgen05_commit(acc_ready.index(acc_at.stage))
-        acc_at = acc_at.next()
+            mbarrier.wait(tile_ready.index(at.index), at.phase)
+            tcgen05_mma(a_smem.index(at.index), b_smem.index(at.index), total, use_acc=step > 0)
+            tcgen05_commit(tile_free.index(at.index))
+            at = at.advance()
+        tcgen05_commit(acc_ready.index(acc_at.index))
+        acc_at = acc_at.advance()
 
 
 @gluon.jit
@@ -127,16 +127,16 @@ def matmul_store_partition(c_desc, c_smem, acc, counts, config: gl.constexpr):
     acc_tmem, acc_ready, acc_free = acc
     m_tiles, n_tiles, steps = counts
     layout: gl.constexpr = tmem_reg_layout(gl.float32, (ROWS, config.block_n), acc_tmem.layout, gl.num_warps())
-    at = ring_start(2)
+    at = PipelineState.start(2)
     for tile in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        mbarrier.wait(acc_ready.index(at.stage), at.parity)
-        total = acc_tmem.index(at.stage).load(layout)
-        mbarrier.arrive(acc_free.index(at.stage))
+        mbarrier.wait(acc_ready.index(at.index), at.phase)
+        total = acc_tmem.index(at.index).load(layout)
+        mbarrier.arrive(acc_free.index(at.index))
         tma_store_wait(0)  # the tile before has left c_smem
         c_smem.store(total.to(c_desc.dtype))
         fence_async_shared()
         tma_store(c_desc, [tile // n_tiles * ROWS, tile % n_tiles * config.block_n], c_smem)
-        at = at.next()
+        at = at.advance()
     tma_store_wait(0)
 
 
@@ -242,18 +242,18 @@ def load_partition(q_desc, k_desc, v_desc, q, kv, sizes, config: gl.constexpr):
         tma_load(
             q_desc, [entry * seqlen_q + m_start + t * ROWS, head * config.head_dim], q_ready.index(t), q_smem.index(t)
         )
-    at = ring_start(config.stages)
+    at = PipelineState.start(config.stages)
     column = head // group * config.head_dim
     for block in range(seqlen_k // config.block_n):
         row = entry * seqlen_k + block * config.block_n
-        mbarrier.wait(kv_free.index(at.stage), at.parity ^ 1)
-        mbarrier.expect(kv_ready.index(at.stage), k_desc.block_type.nbytes)
-        tma_load(k_desc, [row, column], kv_ready.index(at.stage), kv_smem.index(at.stage))
-        at = at.next()
-        mbarrier.wait(kv_free.index(at.stage), at.parity ^ 1)
-        mbarrier.expect(kv_ready.index(at.stage), v_desc.block_type.nbytes)
-        tma_load(v_desc, [row, column], kv_ready.index(at.stage), kv_smem.index(at.stage))
-        at = at.next()
+        mbarrier.wait(kv_free.index(at.index), at.phase ^ 1)
+        mbarrier.expect(kv_ready.index(at.index), k_desc.block_type.nbytes)
+        tma_load(k_desc, [row, column], kv_ready.index(at.index), kv_smem.index(at.index))
+        at = at.advance()
+        mbarrier.wait(kv_free.index(at.index), at.phase ^ 1)
+        mbarrier.expect(kv_ready.index(at.index), v_desc.block_type.nbytes)
+        tma_load(v_desc, [row, column], kv_ready.index(at.index), kv_smem.index(at.index))
+        at = at.advance()
 
 
 @gluon.jit
@@ -273,36 +273,36 @@ def product_partition(q, kv, s, o, sizes, config: gl.constexpr):
     o_tmem, o_ready = o
     heads, group, seqlen_q, seqlen_k = sizes
     blocks = seqlen_k // config.block_n
-    at = ring_start(config.stages)
-    p_at = ring_start(1)
-    mbarrier.wait(kv_ready.index(at.stage), at.parity)
+    at = PipelineState.start(config.stages)
+    p_at = PipelineState.start(1)
+    mbarrier.wait(kv_ready.index(at.index), at.phase)
     for t in gl.static_range(2):
         mbarrier.wait(q_ready.index(t), 0)
-        tcgen05_mma(q_smem.index(t), kv_smem.index(at.stage).permute((1, 0)), s_tmem.index(t), use_acc=False)
+        tcgen05_mma(q_smem.index(t), kv_smem.index(at.index).permute((1, 0)), s_tmem.index(t), use_acc=False)
         tcgen05_commit(s_ready.index(t))
-    tcgen05_commit(kv_free.index(at.stage))
+    tcgen05_commit(kv_free.index(at.index))
     for block in range(blocks - 1):
-        v_at = at.next()
-        at = v_at.next()
-        mbarrier.wait(kv_ready.index(v_at.stage), v_at.parity)
+        v_at = at.advance()
+        at = v_at.advance()
+        mbarrier.wait(kv_ready.index(v_at.index), v_at.phase)
         for t in gl.static_range(2):
-            mbarrier.wait(p_ready.index(t), p_at.parity)
+            mbarrier.wait(p_ready.index(t), p_at.phase)
             p_tmem = weights_of(s_tmem, t, q_smem.dtype, config)
-            tcgen05_mma(p_tmem, kv_smem.index(v_at.stage), o_tmem.index(t), use_acc=block > 0)
+            tcgen05_mma(p_tmem, kv_smem.index(v_at.index), o_tmem.index(t), use_acc=block > 0)
             if t == 0:
-                mbarrier.wait(kv_ready.index(at.stage), at.parity)
+                mbarrier.wait(kv_ready.index(at.index), at.phase)
             else:
-                tcgen05_commit(kv_free.index(v_at.stage))
-            tcgen05_mma(q_smem.index(t), kv_smem.index(at.stage).permute((1, 0)), s_tmem.index(t), use_acc=False)
+                tcgen05_commit(kv_free.index(v_at.index))
+            tcgen05_mma(q_smem.index(t), kv_smem.index(at.index).permute((1, 0)), s_tmem.index(t), use_acc=False)
             tcgen05_commit(s_ready.index(t))
-        tcgen05_commit(kv_free.index(at.stage))
-        p_at = p_at.next()
-    at = at.next()
-    mbarrier.wait(kv_ready.index(at.stage), at.parity)
+        tcgen05_commit(kv_free.index(at.index))
+        p_at = p_at.advance()
+    at = at.advance()
+    mbarrier.wait(kv_ready.index(at.index), at.phase)
     for t in gl.static_range(2):
-        mbarrier.wait(p_ready.index(t), p_at.parity)
+        mbarrier.wait(p_ready.index(t), p_at.phase)
         p_tmem = weights_of(s_tmem, t, q_smem.dtype, config)
-        tcgen05_mma(p_tmem, kv_smem.index(at.stage), o_tmem.index(t), use_acc=blocks > 1)
+        tcgen05_mma(p_tmem, kv_smem.index(at.index), o_tmem.index(t), use_acc=blocks > 1)
         tcgen05_commit(o_ready.index(t))
 
 
@@ -331,9 +331,9 @@ def softmax_partition(t: gl.constexpr, o_desc, lse, q, s, o, sizes, scale_log2, 
     p_layout: gl.constexpr = tmem_reg_layout(o_desc.dtype, (ROWS, config.block_n), p_tmem.layout, gl.num_warps())
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-    at = ring_start(1)
+    at = PipelineState.start(1)
     for block in range(seqlen_k // config.block_n):
-        mbarrier.wait(s_ready.index(t), at.parity)
+        mbarrier.wait(s_ready.index(t), at.phase)
         scores = s_tmem.index(t).load(s_layout)
         p, rescale, state = online_step(scores, SoftmaxState(row_max, row_sum), scale_log2)
         row_max, row_sum = state.row_max, state.row_sum
@@ -341,7 +341,7 @@ def softmax_partition(t: gl.constexpr, o_desc, lse, q, s, o, sizes, scale_log2, 
         if block > 0:
             rescale_output(o_tmem.index(t), rescale, config)
         mbarrier.arrive(p_ready.index(t))
-        at = at.next()
+        at = at.advance()
     mbarrier.wait(o_ready.index(t), 0)
     inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
     o_smem = q_smem.index(t)  # no product reads q any more

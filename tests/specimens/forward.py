@@ -29,7 +29,7 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma_wait,
 )
 from strobe.kernels.device.mask import apply_mask
-from strobe.kernels.device.pipeline import ring_start
+from strobe.kernels.device.pipeline import PipelineState
 from strobe.kernels.device.softmax import SoftmaxState, online_step
 from strobe.problem.call import Call
 from strobe.problem.mask import causal as causal_mask
@@ -96,13 +96,13 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, config: gl.constexpr)
     k_smem, k_ready, k_free = k
     v_smem, v_ready, v_free = v
     batch, heads, group, seqlen_q, seqlen_k = sizes
-    at = ring_start(config.stages)
-    q_at = ring_start(1)
+    at = PipelineState.start(config.stages)
+    q_at = PipelineState.start(1)
     for tile in range(gl.program_id(0), batch * heads * (seqlen_q // (2 * ROWS)), gl.num_programs(0)):
         entry, head, m_start, blocks = tile_of(tile, sizes, config)
         column = head // group * config.head_dim
         for w in gl.static_range(2):
-            mbarrier.wait(q_free.index(w), q_at.parity ^ 1)
+            mbarrier.wait(q_free.index(w), q_at.phase ^ 1)
             mbarrier.expect(q_ready.index(w), q_desc.block_type.nbytes)
             tma_load(
                 q_desc,
@@ -112,14 +112,14 @@ def load_partition(q_desc, k_desc, v_desc, q, k, v, sizes, config: gl.constexpr)
             )
         for i in range(blocks):
             row = entry * seqlen_k + (blocks - 1 - i) * config.block_n
-            mbarrier.wait(k_free.index(at.stage), at.parity ^ 1)
-            mbarrier.expect(k_ready.index(at.stage), k_desc.block_type.nbytes)
-            tma_load(k_desc, [row, column], k_ready.index(at.stage), k_smem.index(at.stage))
-            mbarrier.wait(v_free.index(at.stage), at.parity ^ 1)
-            mbarrier.expect(v_ready.index(at.stage), v_desc.block_type.nbytes)
-            tma_load(v_desc, [row, column], v_ready.index(at.stage), v_smem.index(at.stage))
-            at = at.next()
-        q_at = q_at.next()
+            mbarrier.wait(k_free.index(at.index), at.phase ^ 1)
+            mbarrier.expect(k_ready.index(at.index), k_desc.block_type.nbytes)
+            tma_load(k_desc, [row, column], k_ready.index(at.index), k_smem.index(at.index))
+            mbarrier.wait(v_free.index(at.index), at.phase ^ 1)
+            mbarrier.expect(v_ready.index(at.index), v_desc.block_type.nbytes)
+            tma_load(v_desc, [row, column], v_ready.index(at.index), v_smem.index(at.index))
+            at = at.advance()
+        q_at = q_at.advance()
 
 
 @gluon.jit
@@ -180,8 +180,8 @@ def mma_partition(w: gl.constexpr, o_desc, lse, q, k, v, sizes, scale_log2, conf
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     zero = gl.full([ROWS, config.block_n], 0.0, gl.float32, s_layout)
     q_tile = q_smem.index(w)
-    at = ring_start(config.stages)
-    q_at = ring_start(1)
+    at = PipelineState.start(config.stages)
+    q_at = PipelineState.start(1)
     if config.ping_pong:
         if w == 1:
             pass_turn(w)  # consumer 0 begins
@@ -191,44 +191,44 @@ def mma_partition(w: gl.constexpr, o_desc, lse, q, k, v, sizes, scale_log2, conf
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         o = gl.full([ROWS, config.head_dim], 0.0, gl.float32, o_layout)
-        mbarrier.wait(q_ready.index(w), q_at.parity)
-        mbarrier.wait(k_ready.index(at.stage), at.parity)
-        s = warpgroup_mma(q_tile, k_smem.index(at.stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(q_ready.index(w), q_at.phase)
+        mbarrier.wait(k_ready.index(at.index), at.phase)
+        s = warpgroup_mma(q_tile, k_smem.index(at.index).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_free.index(at.stage))
+        mbarrier.arrive(k_free.index(at.index))
         p, rescale, row_max, row_sum = softmax_step(
             s, row_max, row_sum, m_start, (blocks - 1) * config.block_n, scale_log2, config
         )
         p_reg = gl.convert_layout(p.to(o_desc.dtype), p_layout)
         for i in range(1, blocks):
             v_at = at
-            at = at.next()
-            mbarrier.wait(k_ready.index(at.stage), at.parity)
+            at = at.advance()
+            mbarrier.wait(k_ready.index(at.index), at.phase)
             if config.ping_pong:
                 take_turn(w)
-            s = warpgroup_mma(q_tile, k_smem.index(at.stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-            mbarrier.wait(v_ready.index(v_at.stage), v_at.parity)
-            o = warpgroup_mma(p_reg, v_smem.index(v_at.stage), o, is_async=True)
+            s = warpgroup_mma(q_tile, k_smem.index(at.index).permute((1, 0)), zero, use_acc=False, is_async=True)
+            mbarrier.wait(v_ready.index(v_at.index), v_at.phase)
+            o = warpgroup_mma(p_reg, v_smem.index(v_at.index), o, is_async=True)
             if config.ping_pong:
                 pass_turn(w)
             s = warpgroup_mma_wait(1, deps=[s])
-            mbarrier.arrive(k_free.index(at.stage))
+            mbarrier.arrive(k_free.index(at.index))
             p, rescale, row_max, row_sum = softmax_step(
                 s, row_max, row_sum, m_start, (blocks - 1 - i) * config.block_n, scale_log2, config
             )
             o = warpgroup_mma_wait(0, deps=[o])
-            mbarrier.arrive(v_free.index(v_at.stage))
+            mbarrier.arrive(v_free.index(v_at.index))
             o = o * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
             p_reg = gl.convert_layout(p.to(o_desc.dtype), p_layout)
-        mbarrier.wait(v_ready.index(at.stage), at.parity)
-        o = warpgroup_mma(p_reg, v_smem.index(at.stage), o, is_async=True)
+        mbarrier.wait(v_ready.index(at.index), at.phase)
+        o = warpgroup_mma(p_reg, v_smem.index(at.index), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(v_free.index(at.stage))
+        mbarrier.arrive(v_free.index(at.index))
         lse_rows = lse + (entry * heads + head) * seqlen_q + m_start
         store_output(o, row_max, row_sum, o_desc, entry * seqlen_q + m_start, head * config.head_dim, lse_rows, q_tile)
         mbarrier.arrive(q_free.index(w))  # o has left q's shared memory
-        at = at.next()
-        q_at = q_at.next()
+        at = at.advance()
+        q_at = q_at.advance()
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from strobe.kernels.device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from strobe.kernels.device.pipeline import ring_start
+from strobe.kernels.device.pipeline import PipelineState
 
 from .pieces import (
     Launch,
@@ -65,13 +65,13 @@ class Config:
 @gluon.jit
 def load_partition(a_desc, b_desc, tiles, m_start, n_start, steps, config: gl.constexpr):
     a_smem, b_smem, tile_ready, tile_free = tiles
-    at = ring_start(config.stages)
+    at = PipelineState.start(config.stages)
     for step in range(steps):
-        mbarrier.wait(tile_free.index(at.stage), at.parity ^ 1)
-        mbarrier.expect(tile_ready.index(at.stage), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-        tma_load(a_desc, [m_start, step * config.block_k], tile_ready.index(at.stage), a_smem.index(at.stage))
-        tma_load(b_desc, [step * config.block_k, n_start], tile_ready.index(at.stage), b_smem.index(at.stage))
-        at = at.next()
+        mbarrier.wait(tile_free.index(at.index), at.phase ^ 1)
+        mbarrier.expect(tile_ready.index(at.index), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+        tma_load(a_desc, [m_start, step * config.block_k], tile_ready.index(at.index), a_smem.index(at.index))
+        tma_load(b_desc, [step * config.block_k, n_start], tile_ready.index(at.index), b_smem.index(at.index))
+        at = at.advance()
 
 
 @gluon.jit
@@ -79,15 +79,15 @@ def mma_partition(c_desc, c_smem, tiles, m_start, n_start, steps, config: gl.con
     a_smem, b_smem, tile_ready, tile_free = tiles
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [config.warps, 1], [16, config.block_n, 16])
     total = gl.full([config.block_m, config.block_n], 0.0, gl.float32, layout)
-    at = ring_start(config.stages)
-    before = ring_start(config.stages)  # not `at`: Triton's frontend would take it for unchanged in the loop
+    at = PipelineState.start(config.stages)
+    before = PipelineState.start(config.stages)  # not `at`: Triton's frontend would take it for unchanged in the loop
     for step in range(steps):
-        mbarrier.wait(tile_ready.index(at.stage), at.parity)
-        total = warpgroup_mma(a_smem.index(at.stage), b_smem.index(at.stage), total, is_async=True)
+        mbarrier.wait(tile_ready.index(at.index), at.phase)
+        total = warpgroup_mma(a_smem.index(at.index), b_smem.index(at.index), total, is_async=True)
         total = warpgroup_mma_wait(1, deps=[total])  # all but this step's product
-        mbarrier.arrive(tile_free.index(before.stage), pred=step > 0)
+        mbarrier.arrive(tile_free.index(before.index), pred=step > 0)
         before = at
-        at = at.next()
+        at = at.advance()
     total = warpgroup_mma_wait(0, deps=[total])  # nobody waits for the last stage: it is not freed
     c_smem.store(total.to(c_desc.dtype))
     fence_async_shared()
