@@ -92,20 +92,23 @@ def test_case_with_the_bits_of_a_decode(n, name, kernel, judge):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALF, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernel", ("blackwell.forward", "blackwell.backward"))
 @pytest.mark.parametrize("name", CASES)
-def test_case_on_blackwell(name, family, dtype, judge):
-    """The Blackwell forward with the portable backward; skipped where it refuses the case, with its reason. It has not
-    run on such a GPU yet.
+def test_case_on_blackwell(name, kernel, family, dtype, judge):
+    """A Blackwell kernel with the first of the other direction; skipped where it refuses the case, with its reason.
+    Neither has run on such a GPU yet.
     """
     judge(
-        _or_skip(CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel="blackwell.forward")),
+        _or_skip(CASES[name].build("cuda", dtype, family, SEED, requires_grad=True, kernel=kernel)),
         family,
         SEED,
     )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ("portable", "hopper.forward", "hopper.backward", "blackwell.forward"))
+@pytest.mark.parametrize(
+    "kernel", ("portable", "hopper.forward", "hopper.backward", "blackwell.forward", "blackwell.backward")
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LARGE)
 def test_large_case(name, family, kernel, judge):
