@@ -33,6 +33,15 @@ _STANDARD: dict[str, Callable] = {
     "_elementwise_min": np.fmin.reduce,
 }
 
+# the same as NumPy's accumulating functions
+_ACCUMULATED: dict[str, np.ufunc] = {
+    "_sum_combine": np.add,
+    "_prod_combine": np.multiply,
+    "_elementwise_max": np.fmax,
+    "_elementwise_min": np.fmin,
+}
+_SHORT = 64  # elements of a scan that are combined one after another
+
 
 def quiet(body: Callable[[], object]) -> Callable[[], object]:
     """Run a partition's body without NumPy warnings, which are a per-greenlet setting."""
@@ -169,21 +178,35 @@ class _Evaluated(TritonSemantic):
         rank = len(inputs[0].type.shape)
         data = [np.moveaxis(value.data, axis % rank, 0) for value in values]
         data = [array[::-1] for array in data] if reverse else data
-        steps = [[array[0]] for array in data]
-        for i in range(1, len(data[0])):
-            left = [Value(step[-1], value.elem) for step, value in zip(steps, values, strict=True)]
-            merged = self._combine(
-                region_builder_fn,
-                left,
-                [Value(array[i], value.elem) for array, value in zip(data, values, strict=True)],
-            )
-            for step, one in zip(steps, merged, strict=True):
-                step.append(one)
-        done = [np.moveaxis(np.stack(step[::-1] if reverse else step), 0, axis % rank) for step in steps]
+        known = _ACCUMULATED.get(_combining_name(region_builder_fn)) if len(inputs) == 1 else None
+        if known is not None and (_wide(inputs) or (known is np.add and data[0].dtype.kind == "i")):
+            scanned = [known.accumulate(data[0], axis=0, dtype=data[0].dtype)]
+        else:
+            scanned = self._scanned(region_builder_fn, values, data)
+        done = [np.moveaxis(array[::-1] if reverse else array, 0, axis % rank) for array in scanned]
         return tuple(
             self.tensor(Value(array, v.elem, v.layout), t.type)
             for array, v, t in zip(done, values, inputs, strict=True)
         )
+
+    def _scanned(self, build: _Build, values: list[Value], data: list[np.ndarray]) -> list[np.ndarray]:
+        """An inclusive scan along the first axis: element by element, or in steps of 1, 2, 4, ... for a long axis."""
+        wrapped = lambda arrays: [Value(array, value.elem) for array, value in zip(arrays, values, strict=True)]
+        size = len(data[0])
+        if size <= _SHORT:
+            steps = [[array[0]] for array in data]
+            for i in range(1, size):
+                left, right = wrapped([step[-1] for step in steps]), wrapped([array[i] for array in data])
+                for step, one in zip(steps, self._combine(build, left, right), strict=True):
+                    step.append(one)
+            return [np.stack(step) for step in steps]
+        step, scanned = 1, list(data)
+        while step < size:
+            left, right = ([array[part] for array in scanned] for part in (slice(None, -step), slice(step, None)))
+            merged = self._combine(build, wrapped(left), wrapped(right))
+            scanned = [np.concatenate([array[:step], one]) for array, one in zip(scanned, merged, strict=True)]
+            step *= 2
+        return scanned
 
     def map_function(self, interpreter: Any, scalar_fn: object, *args: Tensor, pack: object = 1) -> Tensor | tl.tuple:
         """tl.map_elementwise: the scalar function receives whole arrays as scalars, one control-flow path at a time."""
@@ -228,7 +251,7 @@ def _combining_name(build: _Build) -> str:
     """The name of the combining function in a region builder's closure."""
     for cell in build.__closure__ or ():
         name = getattr(cell.cell_contents, "__name__", "")
-        if name in _STANDARD and getattr(cell.cell_contents, "__module__", "").startswith("triton."):
+        if name in _ACCUMULATED and getattr(cell.cell_contents, "__module__", "").startswith("triton."):
             return name
     return ""
 
