@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ...problem.mask import MaskStructure
 from ...problem.target import KIB
 from ..runtime.compile_cache import Constants
-from ..runtime.tma_requirements import rest, rows_per_query
+from ..runtime.tile_constants import ForwardTileConstants
+from ..runtime.tma_requirements import rows_per_query
 
 ROWS = 128  # rows of a query stage: the lanes of tensor memory
 STAGES_Q = 2  # query stages, whose softmax and products alternate
@@ -53,7 +54,7 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
-class ForwardTraits(Constants):
+class ForwardTraits(Constants, ForwardTileConstants):
     """Compile-time constants of the forward. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     tuning: TileConfig
@@ -75,38 +76,19 @@ class ForwardTraits(Constants):
     # roles that read a work tile: mma, softmax of both query stages, correction, store
     consumers = 5
     # what the shared device functions (device.forward_scheduler, device.forward_mask) can do and this kernel does not
-    key_ranges = False
     has_block_lists = False
     numbers_sequences = False
     first_block_first = False
     ends_with_last_row = False
 
     @property
-    def stages(self) -> int:
-        return self.tuning.stages
-
-    @property
     def out_stages(self) -> int:
         return self.tuning.out_stages
 
     @property
-    def block_m(self) -> int:
-        """Queries per tile, both query stages together."""
-        return self.tuning.block_m
-
-    @property
-    def block_n(self) -> int:
-        return self.tuning.block_n
-
-    @property
-    def pack_gqa(self) -> int:
-        """Query heads per tile: 1, or all that share a key head."""
-        return self.tuning.pack_gqa
-
-    @property
-    def rows_per_query(self) -> int:
-        """Rows of a tile per query: pack_gqa, rounded up to a power of two."""
-        return self.tuning.rows_per_query
+    def key_ranges(self) -> bool:
+        """The kernel takes no masks with key ranges."""
+        return False
 
     @property
     def rescale_threshold(self) -> float:
@@ -123,20 +105,6 @@ class ForwardTraits(Constants):
         return self.tuning.registers[1]
 
     @property
-    def dynamic_scheduler(self) -> bool:
-        return self.counted
-
-    @property
-    def longest_tiles_first(self) -> bool:
-        """Whether later rows see more keys: tiles that see most come first, and heads in sections."""
-        return (self.mask.right or self.mask.prefix) and not self.mask.left
-
-    @property
-    def wraps(self) -> bool:
-        """Whether TMA descriptors wrap around (device.tma)."""
-        return self.packed
-
-    @property
     def masks(self) -> bool:
         """Whether any tile may contain a masked key. If not, the mainloop has no mask code."""
         return self.mask.left or self.mask.right or not self.even
@@ -146,20 +114,10 @@ class ForwardTraits(Constants):
         """Queries per query stage."""
         return ROWS // self.tuning.rows_per_query
 
-    @property
-    def tail_d(self) -> int:
-        """Columns of q and k after their first part, or 0. Each part is a power of two wide."""
-        return rest(self.block_d)
-
-    @property
-    def tail_dv(self) -> int:
-        """Columns of v and o after their first part, or 0."""
-        return rest(self.block_dv)
-
     def shared_bytes(self) -> int:
         """q, the stages of k and v, and o in 2 bytes each, row statistics in 4, barriers, and work tiles' records."""
         t = self.tuning
-        widest = max(self.block_d - self.tail_d, self.block_dv - self.tail_dv) + max(self.tail_d, self.tail_dv)
+        widest = max(self.main_d, self.main_dv) + max(self.tail_d, self.tail_dv)
         tiles = 2 * (
             STAGES_Q * ROWS * self.block_d + t.stages * t.block_n * widest + t.out_stages * ROWS * self.block_dv
         )

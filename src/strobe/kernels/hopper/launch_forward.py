@@ -39,12 +39,12 @@ def run_forward(plan: Plan, call: Call, tensors: Forward, hooks: ForwardHooks | 
     out = tensors.out
     if (form.block_lists is None) != (hooks is None or hooks.block_lists is None):
         raise KernelFault(f"{plan.kernel.name}: block lists are in the plan's traits or in the hooks, not in both")
-    if form.spans:
+    if form.key_ranges:
         call, tensors = end_to_end(call, tensors)
     describe = forward_launch if hooks is None else partial(forward_launch, hooks=hooks)
     read = () if hooks is None else (*hooks.score_aux, *hooks.mask_aux, *(hooks.block_lists or ()))
     persistent_launch.run(plan, call, tensors, describe, form.tuning.pack_gqa > 1, read)
-    if form.spans and tensors.out.data_ptr() != out.data_ptr():
+    if form.key_ranges and tensors.out.data_ptr() != out.data_ptr():
         out.copy_(tensors.out.view(out.shape))
 
 
@@ -74,14 +74,14 @@ def forward_launch(
 ) -> Launch:
     form = plan.config.form
     num_tiles, sizes, limits, softmax = work_of(plan, call)
-    shape = ShapeParams(*sizes, *(apart(plan.problem) if form.spans else ()))
+    shape = ShapeParams(*sizes, *(apart(plan.problem) if form.key_ranges else ()))
     parameters = SoftmaxParams(*softmax)
     if form.score_mod is not None:
         parameters = SoftmaxParams(LOG2_E, parameters.softcap, parameters.scale_log2 / LOG2_E)
     described = None if hooks is None else hook_params(hooks, form)
     launch = LaunchParams(num_tiles, shape, WindowParams(*limits), parameters, described)
     registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # registers per thread before setmaxnreg moves them
-    arguments = (*descriptors(call, out, form), named(pointers, form.spans), launch, form)
+    arguments = (*descriptors(call, out, form), named(pointers, form.key_ranges), launch, form)
     return Launch(
         forward.forward_kernel, min(plan.target.sm_count, num_tiles), arguments, {"num_warps": 4, "maxnreg": registers}
     )
@@ -118,10 +118,10 @@ def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | 
     """Descriptors of q, k, v and out: tiles of the first columns, then tiles of the rest."""
     queries = describing(form.tuning)
     tiles = (
-        (queries, call.q, ROWS, form.block_d, form.rest_d),
-        (descriptor, call.k, form.tuning.block_n, form.block_d, form.rest_d),
-        (descriptor, call.v, form.tuning.block_n, form.block_dv, form.rest_dv),
-        (queries, out, ROWS, form.block_dv, form.rest_dv),
+        (queries, call.q, ROWS, form.block_d, form.tail_d),
+        (descriptor, call.k, form.tuning.block_n, form.block_d, form.tail_d),
+        (descriptor, call.v, form.tuning.block_n, form.block_dv, form.tail_dv),
+        (queries, out, ROWS, form.block_dv, form.tail_dv),
     )
     narrow = (1, 1, 1, 2 if form.tuning.half_staged else 1)
     first = (view(tensor, rows, (width - rest) // n) for (view, tensor, rows, width, rest), n in zip(tiles, narrow))

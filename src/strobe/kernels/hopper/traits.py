@@ -8,7 +8,8 @@ from typing import Any
 from ...problem.mask import MaskStructure
 from ..runtime.compile_cache import Constants
 from ..runtime.hook_constants import HookConstants, ListedBlocks, function_key
-from ..runtime.tma_requirements import has_spans, rest, rows_per_query
+from ..runtime.tile_constants import ForwardTileConstants, TileConstants
+from ..runtime.tma_requirements import rest, rows_per_query
 from .decode_config import MOST_SHARED
 
 ROWS, THREADS = 64, 128  # rows and threads of one consumer
@@ -55,63 +56,8 @@ class Tuning:
         return ROWS * self.consumers // self.rows_per_query
 
 
-class Walk:
-    """What forward and backward share: key ranges of rows, and tile columns in two parts, each a power of two."""
-
-    block_d: int
-    block_dv: int
-    mask: MaskStructure
-    packed: bool
-
-    @property
-    def spans(self) -> bool:
-        """Whether rows of a batch entry may have different key ranges (device.key_ranges)."""
-        return has_spans(self.mask)
-
-    @property
-    def wraps(self) -> bool:
-        """Whether TMA descriptors wrap around (device.tma)."""
-        return self.packed or self.spans
-
-    @property
-    def rest_d(self) -> int:
-        """Columns of q and k after their first part."""
-        return rest(self.block_d)
-
-    @property
-    def first_d(self) -> int:
-        return self.block_d - self.rest_d
-
-    @property
-    def rest_dv(self) -> int:
-        return rest(self.block_dv)
-
-    @property
-    def first_dv(self) -> int:
-        return self.block_dv - self.rest_dv
-
-    @property
-    def main_d(self) -> int:
-        """Columns of Q's and K's main part."""
-        return self.first_d
-
-    @property
-    def tail_d(self) -> int:
-        """Columns of Q's and K's tail, or 0."""
-        return self.rest_d
-
-    @property
-    def main_dv(self) -> int:
-        return self.first_dv
-
-    @property
-    def tail_dv(self) -> int:
-        """Columns of V's and O's tail, or 0."""
-        return self.rest_dv
-
-
 @dataclass(frozen=True)
-class ForwardTraits(Constants, Walk, HookConstants):
+class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
     """Compile-time constants of the forward. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     tuning: Tuning
@@ -136,7 +82,7 @@ class ForwardTraits(Constants, Walk, HookConstants):
         object.__setattr__(self, "functions", tuple(function_key(fn) for fn in (self.score_mod, self.mask_mod)))
 
     @property
-    def rest_d(self) -> int:
+    def tail_d(self) -> int:
         """At 256 with q in registers, half of q's and k's columns, so that half of q fits: 1.001x to 1.006x (H200)."""
         return 128 if self.block_d == 256 and self.tuning.q_in_registers else rest(self.block_d)
 
@@ -145,31 +91,8 @@ class ForwardTraits(Constants, Walk, HookConstants):
         return self.tuning.consumers
 
     @property
-    def stages(self) -> int:
-        return self.tuning.stages
-
-    @property
-    def block_m(self) -> int:
-        """Queries per tile, all consumers together."""
-        return self.tuning.block_m
-
-    @property
-    def block_n(self) -> int:
-        return self.tuning.block_n
-
-    @property
     def ping_pong(self) -> bool:
         return self.tuning.ping_pong
-
-    @property
-    def pack_gqa(self) -> int:
-        """Query heads per tile: 1, or all that share a key head."""
-        return self.tuning.pack_gqa
-
-    @property
-    def rows_per_query(self) -> int:
-        """Rows of a tile per query: pack_gqa, rounded up to a power of two."""
-        return self.tuning.rows_per_query
 
     @property
     def q_parts_in_registers(self) -> int:
@@ -198,7 +121,7 @@ class ForwardTraits(Constants, Walk, HookConstants):
     @property
     def o_columns(self) -> int:
         """Columns of O's first part."""
-        return self.first_dv
+        return self.main_dv
 
     @property
     def pv_products(self) -> int:
@@ -211,22 +134,9 @@ class ForwardTraits(Constants, Walk, HookConstants):
         return self.early
 
     @property
-    def dynamic_scheduler(self) -> bool:
-        return self.counted
-
-    @property
-    def key_ranges(self) -> bool:
-        return self.spans
-
-    @property
-    def longest_tiles_first(self) -> bool:
-        """Whether later rows see more keys: tiles that see most come first, and heads in sections."""
-        return (self.mask.right or self.mask.prefix) and not self.mask.left
-
-    @property
     def ends_with_last_row(self) -> bool:
         """Whether tiles are aligned to a sequence's last row instead of its first."""
-        return self.mask.right and not self.mask.left and not self.spans and not self.has_block_lists
+        return self.mask.right and not self.mask.left and not self.key_ranges and not self.has_block_lists
 
     @property
     def can_redo(self) -> bool:
@@ -237,7 +147,7 @@ class ForwardTraits(Constants, Walk, HookConstants):
     def masks(self) -> bool:
         """Whether any tile may contain a masked key. If not, the mainloop has no mask code."""
         ends_within = not self.even or self.blocks_per_listed > 1
-        return self.mask.left or self.mask.right or self.spans or ends_within
+        return self.mask.left or self.mask.right or self.key_ranges or ends_within
 
     @property
     def masks_each_step(self) -> bool:
@@ -256,7 +166,7 @@ class ForwardTraits(Constants, Walk, HookConstants):
     @property
     def q_in_registers(self) -> bool:
         """Whether all of q is in registers before the products begin."""
-        return self.tuning.q_in_registers == (2 if self.rest_d else 1)
+        return self.tuning.q_in_registers == (2 if self.tail_d else 1)
 
     @property
     def queries_per_consumer(self) -> int:
@@ -269,7 +179,7 @@ class ForwardTraits(Constants, Walk, HookConstants):
 
         Not with ping-pong, and not if a tile may be redone, which the consumer that wrote it must do.
         """
-        return self.mask.right and not (self.mask.left or self.spans or self.tuning.ping_pong or self.can_redo)
+        return self.mask.right and not (self.mask.left or self.key_ranges or self.tuning.ping_pong or self.can_redo)
 
     @property
     def q_slots(self) -> int:
@@ -281,7 +191,7 @@ class ForwardTraits(Constants, Walk, HookConstants):
         flags.
         """
         t = self.tuning
-        o = self.q_slots * ROWS * (self.first_dv // (1 + t.half_staged) + self.rest_dv)
+        o = self.q_slots * ROWS * (self.main_dv // (1 + t.half_staged) + self.tail_dv)
         tiles = 2 * (self.q_slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
         return tiles + 8 * (2 * t.consumers + (4 + self.mask.documents) * t.stages + 4) + 128 + 2048 * self.can_redo
 
@@ -396,7 +306,7 @@ class DqLayout:
 
 
 @dataclass(frozen=True)
-class BackwardTraits(Constants, Walk, HookConstants):
+class BackwardTraits(Constants, TileConstants, HookConstants):
     """Compile-time constants of the backward. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     tuning: BackwardTileConfig
@@ -523,10 +433,6 @@ class BackwardTraits(Constants, Walk, HookConstants):
         return 2 if self.tail_dv else 1
 
     # ------------------------------------------------ masks
-
-    @property
-    def key_ranges(self) -> bool:
-        return self.spans
 
     @property
     def masks(self) -> bool:

@@ -1,0 +1,87 @@
+"""Compile-time constants that kernels with TMA have in common: column parts, key ranges, and a forward's tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...problem.mask import MaskStructure
+from .tma_requirements import has_spans, rest
+
+
+class TileConstants:
+    """Of forwards and backwards: key ranges of rows, and tile columns in two parts, each a power of two."""
+
+    block_d: int
+    block_dv: int
+    mask: MaskStructure
+    packed: bool
+
+    @property
+    def key_ranges(self) -> bool:
+        """Whether rows of a batch entry may have different key ranges (device.key_ranges)."""
+        return has_spans(self.mask)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether TMA descriptors wrap around (device.tma)."""
+        return self.packed or self.key_ranges
+
+    @property
+    def main_d(self) -> int:
+        """Columns of the main part of Q and K."""
+        return self.block_d - self.tail_d
+
+    @property
+    def tail_d(self) -> int:
+        """Columns of the tail of Q and K, or 0."""
+        return rest(self.block_d)
+
+    @property
+    def main_dv(self) -> int:
+        """Columns of the main part of V and O."""
+        return self.block_dv - self.tail_dv
+
+    @property
+    def tail_dv(self) -> int:
+        """Columns of the tail of V and O, or 0."""
+        return rest(self.block_dv)
+
+
+class ForwardTileConstants(TileConstants):
+    """Of forwards: what follows from the tile configuration `tuning`."""
+
+    tuning: Any
+    counted: bool
+
+    @property
+    def stages(self) -> int:
+        return self.tuning.stages
+
+    @property
+    def block_m(self) -> int:
+        """Queries per tile."""
+        return self.tuning.block_m
+
+    @property
+    def block_n(self) -> int:
+        return self.tuning.block_n
+
+    @property
+    def pack_gqa(self) -> int:
+        """Query heads per tile: 1, or all that share a key head."""
+        return self.tuning.pack_gqa
+
+    @property
+    def rows_per_query(self) -> int:
+        """Rows of a tile per query: pack_gqa, rounded up to a power of two."""
+        return self.tuning.rows_per_query
+
+    @property
+    def dynamic_scheduler(self) -> bool:
+        """Whether programs take tiles from a counter."""
+        return self.counted
+
+    @property
+    def longest_tiles_first(self) -> bool:
+        """Whether later rows see more keys: tiles that see most come first, and heads in sections."""
+        return (self.mask.right or self.mask.prefix) and not self.mask.left
