@@ -133,6 +133,17 @@ def _pages(k, v, lengths):
     )
 
 
+def _paged(function):
+    """Of the packed rows of q, as many for each sequence."""
+
+    def run(q, k, v, lengths):
+        offsets = torch.arange(len(q) + 1, dtype=torch.int32) * q.shape[1]
+        found = function(q.detach().flatten(0, 1), _pages(k, v, lengths), cu_seqlens_q=offsets)
+        return found if isinstance(found, torch.Tensor) else tuple(found)
+
+    return run
+
+
 def _append(q, k, v, lengths):
     cache = _pages(k, v, lengths)
     strobe.append(cache, q.detach()[:, :1, :2], v.detach()[:, :1])
@@ -211,6 +222,9 @@ TABLE: dict[str, tuple[Callable, Inputs]] = {
         lambda q, k, v, n: strobe.partial_attention_decode(q.detach(), _pages(k, v, n), window=(3, 0)),
         lengths,
     ),
+    "attention_paged": (_paged(strobe.attention_paged), lengths),
+    "attention_paged, lse": (_paged(partial(strobe.attention_paged, window=(3, 0), return_lse=True)), lengths),
+    "partial_attention_paged": (_paged(strobe.partial_attention_paged), lengths),
     "append": (_append, lengths),
     "quantize_kv": (_in_8_bits, lengths),
     "fa2.flash_attn_func": (partial(fa2.flash_attn_func, causal=True, window_size=(3, 0), softcap=2.0), dense),
@@ -273,7 +287,8 @@ THROUGH_AOT = (
 )
 
 COMPUTE_NOTHING = {
-    "explain", "explain_decode", "explain_varlen", "last_errors", "mask_mod", "score_mod", "supports", "warmup",
+    "explain", "explain_decode", "explain_paged", "explain_varlen", "last_errors", "mask_mod", "score_mod", "supports",
+    "warmup",
 }  # fmt: skip
 
 
