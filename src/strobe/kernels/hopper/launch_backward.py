@@ -41,7 +41,7 @@ class ShapeParams(NamedTuple):
     seqlen_k: Any
     num_m_blocks: Any  # tiles of queries of a head
     num_n_blocks: Any  # tiles of keys of a head
-    l2_head_parts: Any  # parts of heads that are walked together, so that their queries stay in L2
+    l2_head_parts: Any  # parts of heads that are processed together, so that their queries stay in L2
     # key ranges: rows between the starts of batch entries
     stride_q: Any = None
     stride_do: Any = None
