@@ -108,8 +108,8 @@ CPU = (
     Mutant(
         "row one position late",
         f"{DECODE}:_sequence",
-        "+ stop - problem",
-        "+ 1 + stop - problem",
+        "+ stop - q.shape[1]",
+        "+ 1 + stop - q.shape[1]",
         named("dense_tokens_5"),
     ),
     Mutant(
@@ -132,21 +132,21 @@ CPU = (
     ),
     Mutant(
         "left padding seen",
-        f"{DECODE}:_spans",
+        f"{DECODE}:spans",
         "call.k_start.clamp(min=0), stop",
         "call.k_start.clamp(max=0), stop",
         named("dense_left_padded"),
     ),
     Mutant(
         "start not clamped",
-        f"{DECODE}:_spans",
+        f"{DECODE}:spans",
         "torch.minimum(call.k_start.clamp(min=0), stop)",
         "call.k_start",
         STARTS,
     ),
     Mutant(
         "start beyond the length",
-        f"{DECODE}:_spans",
+        f"{DECODE}:spans",
         "torch.minimum(call.k_start.clamp(min=0), stop)",
         "call.k_start.clamp(min=0)",
         LATE,
@@ -169,7 +169,7 @@ CPU = (
         "(call.v, call.k_scale)",
         named("dense_fp8"),
     ),
-    Mutant("no scale", f"{DECODE}:_worth", "rows * scale[:, None]", "rows", named("dense_fp8")),
+    Mutant("no scale", f"{DECODE}:_worth", "rows * scale[..., None]", "rows", named("dense_fp8")),
     Mutant(
         "key dropped at a page's end",
         f"{DECODE}:_keys",
@@ -180,8 +180,8 @@ CPU = (
     Mutant(
         "append one position late",
         f"{APPEND}:run",
-        "torch.arange(problem.layout.seqlen_q)",
-        "torch.arange(1, 1 + problem.layout.seqlen_q)",
+        "[batch] + rank",
+        "[batch] + rank + 1",
         PLACES,
     ),
     Mutant(

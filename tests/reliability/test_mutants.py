@@ -375,7 +375,7 @@ CPU = (
     ),
     Mutant(
         "falling offsets accepted",
-        f"{PIECES}:_offsets",
+        f"{PIECES}:offsets_of",
         "after < value",
         "False",
         runs(test_contract.test_offsets_that_fall_or_overrun, [0, 5, 3, 9], **HERE),
@@ -383,7 +383,7 @@ CPU = (
     ),
     Mutant(
         "empty sequence refused",
-        f"{PIECES}:_offsets",
+        f"{PIECES}:offsets_of",
         "after < value",
         "after <= value",
         judged("packed_promised_one"),

@@ -206,7 +206,7 @@ def test_a_decode_is_launched_again(stage, alone, name, keys, monkeypatch):
         not alone and choice.forward.room > 0
     )
     if choice.forward.room:
-        shares = started[1][11]
+        shares = started[1][12]
         shares_end = shares + choice.forward.room
         assert any(begin <= shares and shares_end <= end for begin, end in held) and not shares < lse_end <= shares_end
 
