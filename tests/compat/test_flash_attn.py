@@ -424,3 +424,29 @@ def test_hints_about_speed_change_nothing(hint):
     assert torch.equal(
         fa3.flash_attn_with_kvcache(q, k, k, **given, **hint), fa3.flash_attn_with_kvcache(q, k, k, **given)
     )
+
+
+def test_alibi_slopes_and_dropout():
+    """The bias is that of the original's formula, aligned at the bottom right; the mask of dropout is strobe's."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 16, generator=generator).requires_grad_() for n, h in ((5, 4), (7, 2), (7, 2)))
+    slopes = torch.rand(2, 4)
+    distance = (torch.arange(5)[:, None] + 2 - torch.arange(7)).abs()
+    s = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 4 - slopes[:, :, None, None] * distance
+    s = s.masked_fill(~strobe.causal().dense(5, 7)[:, None], -torch.inf)
+    exact = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v.repeat_interleave(2, 2))
+    out, lse, _ = fa2.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes, return_attn_probs=True)
+    assert torch.allclose(out, exact, atol=1e-5) and torch.allclose(lse, s.logsumexp(-1), atol=1e-5)
+    up = torch.randn_like(exact)
+    for got, want in zip(torch.autograd.grad(out, (q, k, v), up), torch.autograd.grad(exact, (q, k, v), up)):
+        assert torch.allclose(got, want, atol=1e-5)
+    offsets = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 7)]
+    packed = fa2.flash_attn_varlen_func(
+        *(t.flatten(0, 1) for t in (q, k, v)), *offsets, 5, 7, causal=True, alibi_slopes=slopes
+    )
+    assert torch.allclose(packed.view_as(exact), exact, atol=1e-5)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(fa2.flash_attn_func(q, k, v, 0.5))
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])

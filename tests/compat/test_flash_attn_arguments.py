@@ -304,6 +304,9 @@ ALLOWED["_flash_attn_bwd"] |= {
     "V_in_regs",
     "num_threads",
 }
+for public in ("func", "kvpacked_func", "qkvpacked_func"):  # served, tested in test_flash_attn.py
+    for kind in (f"flash_attn_{public}", f"flash_attn_varlen_{public}"):
+        ALLOWED[kind] = ALLOWED.get(kind, set()) | {"dropout_p", "alibi_slopes"}
 ALLOWED["flash_attn_varlen_func"] |= {"seqused_q", "seqused_k"}  # served, tested in test_seqused.py
 ALLOWED["_flash_attn_varlen_forward"] |= {"seqused_k"}
 ALLOWED["flash_attn_with_kvcache"] |= {"rotary_seqlens", "max_seqlen_q", "cu_seqlens_q"}

@@ -19,7 +19,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from flash_attn import flash_attn_func, flash_attn_never_exported
+from flash_attn import flash_attn_func, flash_attn_never_exported, flash_attn_with_kvcache
 from flash_attn.bert_padding import pad_input
 
 assert torch.cuda.get_device_capability("cuda") >= (8, 0)
@@ -43,7 +43,7 @@ def test_wrong():
 @pytest.mark.parametrize("slopes", [torch.ones(2), torch.zeros(2)])
 def test_unsupported(slopes):
     q = torch.randn(1, 5, 2, 8).cuda()
-    flash_attn_func(q, q, q, alibi_slopes=slopes)
+    flash_attn_with_kvcache(q, q, q, alibi_slopes=slopes)
 
 
 def test_contradiction():

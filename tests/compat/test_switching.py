@@ -203,6 +203,16 @@ def _compiles(library: Library):
     assert torch.allclose(out, whole) and all(map(torch.allclose, found, torch.autograd.grad(whole.sum(), leaves)))
 
 
+def _bias_and_dropout(library: Library):
+    """Served without a cache (test_flash_attn.py compares the values), refused over one."""
+    q, k, v = _tensors()
+    plain = library.module.flash_attn_func(q, k, v)
+    for given in ({"dropout_p": 0.5}, {"alibi_slopes": torch.ones(2)}):
+        assert not torch.equal(library.module.flash_attn_func(q, k, v, **given), plain)
+    with pytest.raises(NotImplementedError, match=r"^alibi_slopes: "):
+        library.module.flash_attn_with_kvcache(q, k, v, alibi_slopes=torch.ones(2))
+
+
 def _refused(function: str, **arguments):
     """Each of these alone is refused by its name."""
 
@@ -503,7 +513,7 @@ CHECKS = {
     "strided tensors": _strided,
     "wrong arguments": _wrong_arguments,
     "torch.compile": _compiles,
-    "dropout, ALiBi": _refused("flash_attn_func", dropout_p=0.1, alibi_slopes=torch.ones(2)),
+    "dropout, ALiBi": _bias_and_dropout,
     "caches": _caches,
     "pages": _pages,
     "indexed rows, left padding": _indexed,

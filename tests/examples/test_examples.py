@@ -32,8 +32,8 @@ def _numbers(pattern: str, text: str) -> list[float]:
 
 def test_examples_are_short_and_say_how_they_are_run():
     assert {path.stem for path in FILES} == {
-        "benchmark_shapes", "context_parallel", "finetune_transformers", "generate", "gpt", "packed_training",
-        "quickstart", "serve", "sliding_window", "train_gpt",
+        "benchmark_shapes", "context_parallel", "custom_scores", "finetune_transformers", "generate", "gpt",
+        "packed_training", "quickstart", "serve", "sliding_window", "train_gpt",
     }  # fmt: skip
     for path in FILES:
         text = path.read_text()
@@ -53,6 +53,12 @@ def test_quickstart_agrees_with_pytorch():
 def test_train_gpt_learns_the_book():
     first, *_, last = _numbers("loss N nats", _run("train_gpt"))
     assert first > 5.4 and last < 2.8  # 5.5 is a guess among 256 bytes
+
+
+def test_custom_scores_learn_the_distance():
+    printed = _run("custom_scores", "--steps", "40")
+    first, last, distance = (_numbers(pattern, printed)[0] for pattern in ("loss N", "-> N", "key N positions"))
+    assert last < 0.6 * first and distance == -2
 
 
 def test_context_parallel_learns_on_two_processes():

@@ -125,8 +125,8 @@ PORTABLE = (
     Mutant(
         "lse of another sequence (portable)",
         f"{ATTEND}:forward_kernel",
-        "* shape.seqlen_q + seqlen.offset_q,",
-        "* shape.seqlen_q,",
+        "* shape.seqlen_q + seqlen.offset_q",
+        "* shape.seqlen_q",
         light("packed_no_keys_middle"),
         (6,),
     ),

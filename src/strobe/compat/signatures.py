@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem, describe, wrong_type
 from ..interface import Packing, call_of
+from ..mods.score import alibi
 from ..ops import attention as ops
+from ..ops import mods as ops_mods
 from ..problem.call import Call, accumulator
-from ..problem.keywords import Window
+from ..problem.keywords import Window, dropout_of
 from ..problem.merge import Partial, merge
 
 
@@ -35,6 +37,8 @@ class Setting(NamedTuple):
     deterministic: bool = False
     sinks: Tensor | None = None
     packing: Packing | None = None
+    alibi_slopes: Tensor | None = None  # [H_q] or [B, H_q]
+    dropout_p: float = 0.0
 
     def plain(self) -> Setting:
         """The setting with Python numbers. Callers of the originals also pass one-element tensors, and causal=1.
@@ -101,7 +105,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, 
     [[1, 5, 2, 16], [1, 2, 5]]
     """
     try:
-        out, lse = ops.run(_call(q, k, v, setting))
+        out, lse = _run(_call(q, k, v, setting), setting)
         return out, lse
     except (InvalidProblem, TypeError) as error:
         raise in_their_words(error) from None
@@ -115,7 +119,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
     True
     """
     try:
-        return ops.run(_call(q, k, v, setting), out_alone=True)[0]
+        return _run(_call(q, k, v, setting), setting, out_alone=True)[0]
     except (InvalidProblem, TypeError) as error:
         raise in_their_words(error) from None
 
@@ -163,6 +167,15 @@ def backward(
     lse, dlse = (None if t is None else t.to(accumulator(q.dtype)) for t in (lse, dlse))
     with torch.no_grad():
         return ops.BACKWARD(gradient, out, lse, dlse, *call.arguments)
+
+
+def _run(call: Call, setting: Setting, out_alone: bool = False) -> tuple[Tensor, ...]:
+    """out and lse of a call, with the bias and the dropout of its setting. The seed comes from torch's generator."""
+    dropout = dropout_of(number("dropout_p", setting.dropout_p), None, call.q)
+    if setting.alibi_slopes is None and dropout is None:
+        return ops.run(call, out_alone=True) if out_alone else ops.run(call)
+    score = None if setting.alibi_slopes is None else alibi(setting.alibi_slopes)
+    return ops_mods.run(ops_mods.bind(call, score, None, dropout))[:2]
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Call:
@@ -325,7 +338,7 @@ def combine(
 
 # ---------------------------------------------------------------- unsupported arguments
 
-_DROPOUT = "strobe drops no weights; keep 0.0 in evaluation, and in training use dropout on the output"
+_DROPOUT = "only flash_attn_func, flash_attn_varlen_func and their packed forms drop weights; keep 0.0 here"
 _PAGES = "use strobe.attention_decode(q, strobe.PagedCache(k, v, page_table, seqlens)) under torch.no_grad()"
 _PACKED = "these are offsets of new keys beside packed queries; give cu_seqlens_q, too"
 _LEFTPAD = "packed keys have no padding; move cu_seqlens_k, or use flash_attn_with_kvcache with cache_leftpad"
@@ -343,7 +356,7 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "dropout_p": ((0.0,), _DROPOUT),
     "alibi_slopes": (
         (None,),
-        "strobe adds no bias to scores; use a window or rotary positions, or FlexAttention for a bias",
+        "only flash_attn_func, flash_attn_varlen_func and their packed forms add a bias; leave it out here",
     ),
     "return_attn_probs": ((False,), "an exchange between processes returns no log-sum-exp; leave it out"),
     "leftpad_k": ((None,), _LEFTPAD),

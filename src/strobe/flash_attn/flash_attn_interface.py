@@ -24,10 +24,12 @@ def flash_attn_func(
     torch.Size([2, 5, 4, 16])
 
     q is [B, S_q, H_q, D], k and v are [B, S_k, H_kv, D]; out is like q. With return_attn_probs: (out, softmax_lse,
-    S_dmask). S_dmask is empty, as in the original without dropout.
+    S_dmask). S_dmask is empty. alibi_slopes [H_q] or [B, H_q] subtract slope * |i + S_k - S_q - j| from the score of
+    row i and key j. Dropout draws other random numbers than the original.
     """
-    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    setting = Setting(softmax_scale, causal, window_size, softcap, deterministic)
+    setting = Setting(
+        softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes=alibi_slopes, dropout_p=dropout_p
+    )
     return (*forward(q, k, v, setting), q.new_zeros(0)) if return_attn_probs else attend(q, k, v, setting)
 
 
@@ -70,10 +72,11 @@ def flash_attn_varlen_func(
     gradients. Queries are then padded to [B, max_seqlen_q], so this is fast only if sequences have similar numbers of
     queries.
     """
-    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    setting = Setting(softmax_scale, causal, window_size, softcap, deterministic, packing=packing)
+    bias = alibi_slopes, dropout_p
+    setting = Setting(softmax_scale, causal, window_size, softcap, deterministic, None, packing, *bias)
     if block_table is not None:
+        refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
         out, lse = forward_paged(q, k, v, setting, block_table)
         return (out, lse, q.new_zeros(0)) if return_attn_probs else out
     return (*forward(q, k, v, setting), q.new_zeros(0)) if return_attn_probs else attend(q, k, v, setting)

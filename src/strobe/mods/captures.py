@@ -87,9 +87,15 @@ class _Same:
 
 
 def _is_library(value: object) -> bool:
-    """Whether it is a function of torch or of Python, whose captures do not matter."""
+    """Whether it is a function of torch or of Python that captures nothing. torch makes closures of users' functions,
+    too: and_masks, PagedAttention.get_mask_mod.
+    """
     module = getattr(value, "__module__", None) or ""
-    return isinstance(value, FunctionType) and module.partition(".")[0] in ("torch", "math", "builtins")
+    return (
+        isinstance(value, FunctionType)
+        and value.__closure__ is None
+        and module.partition(".")[0] in ("torch", "math", "builtins")
+    )
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

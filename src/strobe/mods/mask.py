@@ -358,4 +358,5 @@ def _listed(counts: Tensor, indices: Tensor) -> Tensor:
     count = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     spare = indices.shape[-1]  # indices beyond the count go to a column that is cut off
     table = torch.zeros((*indices.shape[:-1], spare + 1), dtype=torch.bool, device=indices.device)
-    return table.scatter_(-1, torch.where(count, indices.long(), spare), True)[..., :spare]
+    listed = torch.where(count & (indices >= 0), indices.long(), spare)  # a page that is not there has number -1
+    return table.scatter_(-1, listed, True)[..., :spare]
