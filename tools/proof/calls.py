@@ -256,6 +256,7 @@ DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "paged d128 float8 prefill": lambda: _paged(128, cache_dtype=FP8),
     "paged d128 float8 token scales": lambda: _paged(128, cache_dtype=FP8, token_scales=True),
     "paged d128 batch invariant": lambda: _paged(128, batch_invariant=True),
+    "paged d64 few keys": lambda: _paged(64, keys=64),
     "paged d64 float32": lambda: _paged(64, dtype=torch.float32),
 }
 

@@ -31,8 +31,7 @@ def run_paged(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tens
     launches: list[launcher.RecordedLaunch | None] = []
     lists = work_list(workspace["work"], plan.problem.layout.batch, plan.config.max_items)
     moving = (*call.about, *t, *lists, workspace.get("partials"), workspace.get("lse_partials"), word)
-    names = ("schedule", "attend", "combine") if plan.config.max_partials else ("schedule", "attend")
-    for name in names:
+    for name in KERNELS:
         key = (name, t.out.stride())
         launches.append(launcher.start(plan, key, moving, lambda name=name: _launch(name, plan, call, t, workspace)))
     if t.out.is_contiguous():
@@ -77,10 +76,9 @@ def paged_launches(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str,
         Launch(paged.schedule_kernel, layout.batch + 2, (tensors, work, word, shape, window, traits), {"num_warps": 4}),
         Launch(paged.paged_kernel, config.max_items, attended, options),
     ]
-    if config.max_partials:
-        parts = traits.tile_rows // config.combine.block_m
-        combined = (tensors, work, partials, strides, shape, window, config.combine)
-        launches.append(Launch(paged.combine_kernel, config.max_partials // 2 * parts, combined, {"num_warps": 4}))
+    parts = traits.tile_rows // config.combine.block_m
+    combined = (tensors, work, partials, strides, shape, window, config.combine)
+    launches.append(Launch(paged.combine_kernel, config.max_partials // 2 * parts, combined, {"num_warps": 4}))
     return launches
 
 

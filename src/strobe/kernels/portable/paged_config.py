@@ -19,6 +19,7 @@ from .arguments import LEAST_SHARE, RECORD
 COMBINED_ROWS = 16  # rows per program of the combine
 PROGRAMS_PER_SM = 2
 MOST_PARTIALS = 8192  # with batch_invariant: partial results that are in memory at once
+LEAST_PARTIALS = 2  # where no tile can be split, because the kernels are compiled with memory for partial results
 PREFILL_ROWS = 128  # of tiles for prefills; 64 over 8-bit keys, which take registers while they are converted
 PREFILL_TILES = tuple(
     decode.TileConfig(*sizes) for sizes in ((64, 8, 3), (64, 8, 2), (32, 8, 3), (32, 8, 2), (16, 8, 1))
@@ -41,11 +42,12 @@ class PagedConfig:
     combine: PagedTraits
     slots: int  # programs that run at once
     max_items: int
-    max_partials: int  # partial results of split tiles; 0: no tile is split
+    max_partials: int  # partial results of split tiles
 
     def __str__(self) -> str:
         f = self.traits
-        splits = f"keys split over {self.slots} programs where tiles are few" if self.max_partials else "one split"
+        can_split = self.max_partials > LEAST_PARTIALS
+        splits = f"keys split over {self.slots} programs where tiles are few" if can_split else "one split"
         return f"block_m={f.block_m} block_n={f.block_n} warps={f.warps} stages={f.stages}, {splits}"
 
 
@@ -74,6 +76,7 @@ def paged_config(problem: PagedProblem, target: Target) -> PagedConfig:
         partials = min(layout.batch * heads * most, MOST_PARTIALS) if most > 1 else 0
     else:
         partials = 2 * slots if problem.capacity > LEAST_SHARE * traits.block_n else 0
+    partials = max(partials, LEAST_PARTIALS)
     combine = replace(traits, block_m=min(COMBINED_ROWS, traits.block_m), warps=4)
     return PagedConfig(traits, combine, slots, tiles + max(partials, slots), partials)
 
@@ -96,8 +99,6 @@ class PortablePaged:
     def workspace(self, problem: PagedProblem, config: PagedConfig) -> tuple[Buffer, ...]:
         ints = (2 + RECORD * (problem.layout.batch + 2) + config.max_items + config.max_partials // 2 + 1,)
         work = Buffer("work", ints, torch.int32)
-        if not config.max_partials:
-            return (work,)
         rows, wide = config.max_partials * config.traits.tile_rows, problem.lse_dtype
         return work, Buffer("partials", (rows, problem.head_dim_v), wide), Buffer("lse_partials", (rows,), wide)
 
