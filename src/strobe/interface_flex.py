@@ -47,7 +47,7 @@ def flex_attention(
         key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
     if block_mask is not None and query.dim() == key.dim() == 4:
         asked = query.shape[2], key.shape[2]
-        if tuple(block_mask.seq_lengths) != asked:
+        if tuple(block_mask.seq_lengths) not in (asked, (1, 1)):  # torch's mask of no effect is one of 1 x 1
             made = " x ".join(map(str, block_mask.seq_lengths))
             raise InvalidProblem(
                 "block_mask", f"one of {made}", " x ".join(map(str, asked)), "make it for these lengths"

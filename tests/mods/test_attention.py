@@ -185,6 +185,14 @@ def test_flex_attention_has_torchs_signature_and_results():
     assert torch.equal(strobe.flex_attention(q, k, v, **options), found[0])
     with pytest.raises(strobe.InvalidProblem, match="enable_gqa=True"):
         strobe.flex_attention(q, k, v)
+    with pytest.raises(strobe.InvalidProblem, match="block_mask: got one of 64 x 64"):
+        strobe.flex_attention(q[:, :, :32], k, v, block_mask=blocks, enable_gqa=True)
+    from torch.nn.attention.flex_attention import _create_empty_block_mask
+
+    anything = strobe.flex_attention(q, k, v, block_mask=_create_empty_block_mask(q, k), enable_gqa=True)
+    assert torch.allclose(anything, strobe.flex_attention(q, k, v, enable_gqa=True), atol=2e-6)
+    one = strobe.flex_attention(q, k[:1], v[:1], enable_gqa=True)
+    assert torch.allclose(one[0], strobe.flex_attention(q, k, v, enable_gqa=True)[0], atol=2e-6)
 
 
 def test_a_block_mask_hides_what_its_lists_leave_out():
