@@ -21,7 +21,7 @@ def test_no_report_and_as_good_as_the_oracle(n, name):
     dtype = (torch.bfloat16, torch.float16)[n % 2]
     call = PAGED[name].build("cpu", dtype, FAMILIES[n % 5], n, "portable", batch_invariant=n == 2)
     with simulate("sm_90", *SCHEDULES[n % 3], sms=3, check=False) as run:
-        out, lse, choice = run_on(FAKES["H200"], call)
+        out, lse, _ = run_on(FAKES["H200"], call)
     assert_paged_as_good_as((out, lse), call)
     assert run.launches == ["schedule_kernel", "paged_kernel", "combine_kernel"]
     assert run.reports == []
