@@ -305,7 +305,7 @@ def test_q_that_is_hardly_aligned_is_not_mistaken_for_such_keys():
 def test_autograd_knows_what_a_kernel_has_written(what, monkeypatch):
     """Kernels that are no ops of torch's bump no version by themselves."""
     monkeypatch.setattr(ops, "write", lambda choice, call, out, lse: None)
-    monkeypatch.setattr(ops_decode, "_write", lambda choice, call, tensors: None)
+    monkeypatch.setattr(ops_decode, "write", lambda choice, call, tensors: None)
     monkeypatch.setattr(ops_decode, "_launch", lambda plan, call, tensors: None)
     w, q = torch.ones(1, 4, 1, 16, requires_grad=True), torch.ones(1, 4, 1, 16)
     held = torch.ones(1, 4, 1, 16)

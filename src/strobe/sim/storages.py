@@ -58,7 +58,10 @@ def _alive() -> list[tuple[int, int, torch.Tensor]]:
             continue
         if one.layout is torch.strided and one.untyped_storage().device.type == "cpu":
             storage = one.untyped_storage()
-            low = storage.data_ptr()
+            try:
+                low = storage.data_ptr()
+            except RuntimeError:  # a tensor without memory, such as one of a traced graph
+                continue
             if low and (low not in found or storage.nbytes() == one.numel() * one.element_size()):
                 found[low] = low, low + storage.nbytes(), one
     return list(found.values())
