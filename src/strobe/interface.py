@@ -43,7 +43,7 @@ def attention(
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
     batch_invariant: bool = False,
     kernel: str | None = None, out: Tensor | None = None, context_parallel: Plan | None = None,
-    dropout_p: float = 0.0, dropout_seed: int | Tensor | None = None, **others: NoReturn,
+    dropout_p: float = 0, dropout_seed: int | Tensor | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Compute exact attention, softmax(scale * q k^T) v, for each head under a mask.
 
@@ -159,7 +159,7 @@ def attention_varlen(
     sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
     kernel: str | None = None,
     out: Tensor | None = None, context_parallel: Plan | None = None,
-    dropout_p: float = 0.0, dropout_seed: int | Tensor | None = None, **others: NoReturn,
+    dropout_p: float = 0, dropout_seed: int | Tensor | None = None, **others: NoReturn,
 ) -> Tensor:  # fmt: skip
     """Compute attention over sequences of different lengths that are packed without padding.
 
@@ -235,7 +235,7 @@ def explain(
     scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
     batch_invariant: bool = False,
-    kernel: str | None = None, dropout_p: float = 0.0, **others: NoReturn,
+    kernel: str | None = None, dropout_p: float = 0, **others: NoReturn,
 ) -> Choice:  # fmt: skip
     """Return what `attention` would run for these arguments, without running it.
 
@@ -259,7 +259,7 @@ def explain_varlen(
     score_mod: ScoreMod | Callable | None = None, scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None, deterministic: bool | None = None, batch_invariant: bool = False,
-    kernel: str | None = None, dropout_p: float = 0.0, **others: NoReturn,
+    kernel: str | None = None, dropout_p: float = 0, **others: NoReturn,
 ) -> Choice:  # fmt: skip
     """Return what `attention_varlen` would run for these arguments, without running it. See `explain`.
 
@@ -289,7 +289,7 @@ def supports(
     scale: float | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
     batch_invariant: bool = False,
-    kernel: str | None = None, dropout_p: float = 0.0, **others: NoReturn,
+    kernel: str | None = None, dropout_p: float = 0, **others: NoReturn,
 ) -> bool:  # fmt: skip
     """Return whether a kernel on this machine can run this call of `attention`. Invalid arguments raise the same
     errors.

@@ -56,7 +56,7 @@ def test_train_gpt_learns_the_book():
 
 
 def test_custom_scores_learn_the_distance():
-    printed = _run("custom_scores", "--steps", "40")
+    printed = _run("custom_scores")
     first, last, distance = (_numbers(pattern, printed)[0] for pattern in ("loss N", "-> N", "key N positions"))
     assert last < 0.6 * first and distance == -2
 

@@ -66,6 +66,14 @@ def test_one_load_reads_several_tensors():
     assert out.tolist() == list(range(8))
 
 
+def test_a_tensor_without_memory_is_not_looked_at():
+    traced = torch._to_functional_tensor(torch.ones(4))  # such as one of a graph that torch.compile has traced
+    parts, out = [torch.full([4], float(i)) for i in range(2)], torch.full([2], torch.nan)
+    with simulate("sm_90"):
+        copied_kernel[(1,)](addresses(parts), out, 2, 3)
+    assert out.tolist() == [0, 1] and traced.shape == (4,)
+
+
 def test_a_loaded_pointer_that_leaves_its_tensor_is_out_of_bounds():
     parts = [torch.zeros(1024) for _ in range(8)]
     with simulate("sm_90", check=False) as run:
