@@ -154,7 +154,7 @@ def test_forwards_with_the_bits_of_a_decode_multiply_as_it_does():
     assert len(units) == 5
     for unit in units:
         row = RECORDED[(*unit, "invariant_kernel")]
-        form = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.form
+        form = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.traits
         assert row["instructions"]["HGMMA"] > 0 and row["instructions"]["LDGSTS"] > 0 and not row["serialized"], unit
         assert 0 <= row["shared_bytes"] - form.shared_bytes() < 4096 and row["warps"] == 8, unit
 
