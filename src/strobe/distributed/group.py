@@ -75,10 +75,10 @@ class Transfer:
         group: ProcessGroup | None,
     ):
         """given: tensors and the ranks of the group that get them. taken: room for what comes, and from whom."""
-        told = [(dist.isend, *one) for one in given] + [(dist.irecv, *one) for one in taken]
+        transfers = [(dist.isend, *one) for one in given] + [(dist.irecv, *one) for one in taken]
         operations = [
             dist.P2POp(operation, _bytes(tensor), group=group, group_peer=rank)
-            for operation, rank, tensor in told
+            for operation, rank, tensor in transfers
             if tensor.numel()
         ]
         self.works = dist.batch_isend_irecv(operations) if operations else []

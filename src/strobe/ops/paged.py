@@ -36,7 +36,7 @@ def _paged_out(out: Tensor, *flat: Any) -> Tensor:
     return write_out(out, call, decide(call))
 
 
-# ---------------------------------------------------------------- schemas and fakes
+# ---------------------------------------------------------------- schemas and fake kernels
 
 
 def _paged_fake(*flat: Any) -> tuple[Tensor, Tensor]:
