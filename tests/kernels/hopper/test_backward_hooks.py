@@ -4,6 +4,7 @@ masks with their gradients (`device.backward_hooks`). out and LSE come from the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -95,12 +96,16 @@ def second_blocks(b, h, q_idx, kv_idx, aux):
 
 @dataclass
 class Gradients(Mods):
-    """Mods with score_mod_bwd, what it reads, and the tensors that it adds gradients to."""
+    """Mods with score_mod_bwd, what it reads, and the tensors that it adds gradients to.
+
+    sizes: of magnitudes of dS [B, H, S_q, S_k], those of the terms of the captured gradient: [rows, keys, *leaf.shape].
+    """
 
     bwd: Any = None
     gradient_aux: tuple = ()
     leaf: Tensor | None = None
     total: Tensor | None = None
+    sizes: Callable[[Tensor], Tensor] | None = None
 
 
 def _made(bwd, aux: tuple | None = None, **fields) -> Gradients:
@@ -119,8 +124,14 @@ def alibi_mods(case: Case, device: str) -> Gradients:
         score_aux=(slopes,),
         score=lambda s, b, h, q, k: s + leaf[h] * (k - q),
     )
-    mods.leaf, mods.total = leaf, total
+    mods.leaf, mods.total, mods.sizes = leaf, total, lambda ds: (ds * distances(ds)).permute(0, 2, 3, 1).flatten(0, 1)
     return mods
+
+
+def distances(ds: Tensor) -> Tensor:
+    """|j - i|, the factor of dS in the gradient of a slope."""
+    rows, keys = (torch.arange(n, device=ds.device) for n in ds.shape[2:])
+    return (keys - rows[:, None]).abs()
 
 
 def bias_mods(case: Case, device: str) -> Gradients:
@@ -128,7 +139,7 @@ def bias_mods(case: Case, device: str) -> Gradients:
     total, leaf = torch.zeros_like(table), table.double().requires_grad_()
     aux = (table, *table.shape[1:])
     mods = _made(bias_bwd, (*aux, total), score_mod=bias, score_aux=aux, score=lambda s, b, h, q, k: s + leaf[h, q, k])
-    mods.leaf, mods.total = leaf, total
+    mods.leaf, mods.total, mods.sizes = leaf, total, lambda ds: ds[:, None]
     return mods
 
 
@@ -243,19 +254,47 @@ def launched(call: Call, mods: Gradients, target: Target, dout: Tensor, blocks: 
 
 
 def judged(tensors: Backward, call: Call, mods: Gradients, blocks: Blocks | None = None) -> None:
-    """Raises AssertionError where a gradient differs from the exact one by more than rounding to 16 bits explains."""
+    """Raises AssertionError where a gradient differs from the exact one by more than rounding explains.
+
+    dq, dk and dv: rounding of P and dS to 16 bits. A captured gradient: `captured_gradient`.
+    """
     leaves = [t.detach().double().requires_grad_() for t in call[:3]]
-    out, _, _ = exact(call._replace(q=leaves[0], k=leaves[1], v=leaves[2]), mods, blocks)
-    if mods.leaf is not None:
-        leaves.append(mods.leaf)
+    exact_call = call._replace(q=leaves[0], k=leaves[1], v=leaves[2])
+    out, _, _ = exact(exact_call, mods, blocks)
     wanted = torch.autograd.grad(out, leaves, tensors.dout.double(), materialize_grads=True)
     most = 1.5e-3 if call.q.dtype == torch.float16 else 1.2e-2
-    found = (tensors.dq, tensors.dk, tensors.dv, mods.total)
-    for name, grad, right in zip(("q", "k", "v", "captured"), found, wanted):
-        assert grad is not None
+    for name, grad, right in zip("qkv", (tensors.dq, tensors.dk, tensors.dv), wanted):
         error = float((grad.double() - right).norm() / right.norm())
-        # the terms of a sum cancel, and each has the error of delta, which comes from rounded out
-        assert error <= (3 * most if name == "captured" else most), f"d{name}: {error:.1e} beyond rounding"
+        assert error <= most, f"d{name}: {error:.1e} beyond rounding"
+    if mods.leaf is not None and mods.total is not None:
+        right, allowed = captured_gradient(tensors, exact_call, mods, blocks)
+        error = float((mods.total.double() - right).norm() / allowed.norm())
+        assert error <= 1, f"captured: {error:.1f} times beyond rounding"
+
+
+def captured_gradient(tensors: Backward, call: Call, mods: Gradients, blocks: Blocks | None) -> tuple[Tensor, Tensor]:
+    """The gradient of mods.leaf that follows from the kernel's own out, and how far float32 may be from it.
+
+    dS = P (dP - delta) is float32 where it is added, and delta = sum(dO * out) is of the out in 16 bits that the kernel
+    gets. The difference of delta from the exact one is a gradient of LSE, since d LSE / d s = P. What is left is
+    float32, whose roundings are independent, so that n of them count as sqrt(n). Those of S, dP, delta and LSE, and 8
+    in P, may be the same for a row: its terms are summed, the rows' sums are added as squares. The sum of all terms
+    rounds once for each. All are relative to P (|dP| + |delta|) <= |dS| + 2 P |delta|.
+    """
+    assert mods.leaf is not None and mods.score is not None and mods.sizes is not None
+    score, batch, heads = mods.score, call.q.shape[0], call.q.shape[2]
+    probe = call.q.new_zeros(batch, heads, call.q.shape[1], call.k.shape[1]).requires_grad_()
+    out, lse, _ = exact(call, replace(mods, score=lambda s, *places: score(s, *places) + probe), blocks)
+    dout = tensors.dout.double()
+    lse = torch.where(lse.isfinite(), lse, 0.0)
+    delta = (dout * tensors.out.double()).sum(-1).mT
+    from_out = ((dout * out.detach()).sum(-1).mT - delta).reshape(lse.shape)
+    right, ds = torch.autograd.grad((out, lse), (mods.leaf, probe), (dout, from_out), retain_graph=True)
+    p = torch.autograd.grad(lse.sum(), probe)[0]
+    sizes = mods.sizes(ds.abs() + 2 * p * delta.reshape(lse.shape)[..., None].abs())
+    in_rows = (call.q.shape[-1] + call.v.shape[-1]) ** 0.5 + 8
+    in_sum = (sizes.shape[0] * sizes.shape[1]) ** 0.5
+    return right, 2.0**-24 * (in_rows * sizes.sum(1).norm(dim=0) + in_sum * sizes.flatten(0, 1).norm(dim=0))
 
 
 def drawn(call: Call) -> Tensor:
@@ -273,6 +312,10 @@ def test_gradients_of_functions(name):
         tensors = launched(call, mods, H200, drawn(call))
     assert run.reports == [] and "backward_kernel" in run.launches
     judged(tensors, call, mods)
+    if mods.total is not None:
+        mods.total *= 1.001
+        with pytest.raises(AssertionError, match="captured"):
+            judged(tensors, call, mods)
 
 
 # name -> (case, functions, whether heads share their lists, kinds of blocks)
