@@ -34,6 +34,7 @@ from .values import (
 )
 
 _NARROW = ("bf16", "fp8e4nv", "fp8e5")
+_FP8 = ("fp8e4nv", "fp8e5")
 SM_GHZ = 1.755  # boost clock of an H200
 _LANES = 32  # float32 lanes of one quarter of an SM
 _EXP_LANES = 4  # ex2, lg2, rcp and similar
@@ -53,6 +54,15 @@ class Arithmetic(Contraction):
         if self.machine.mode == "timed":
             quarters = min(self.machine.current.warps, 4)
             self.machine.spend(np.size(like._data) / (lanes * quarters) / SM_GHZ)
+
+    def report_fp8(self, elem: str) -> None:
+        """Triton has no arithmetic on FP8 numbers: LLVM's operations get them as bytes, and the compiler fails."""
+        where = place_text(self.machine.place())
+        self.machine.report(
+            "compiler",
+            f"arithmetic or a comparison on {elem}, which Triton does not compile (PassManager::run failed): convert "
+            f"to float16 or float32 first, at {where}",
+        )
 
     # ---- casts
 
@@ -284,6 +294,8 @@ def _binary(
 ) -> Callable[..., Value]:
     def operation(self: Arithmetic, a: Value, b: Value) -> Value:
         x, y = a.data, b.data
+        if a.elem in _FP8:
+            self.report_fp8(a.elem)
         if as_unsigned:
             x, y = unsigned(np.asarray(x)), unsigned(np.asarray(y))
         if divides and a.elem[0] == "i" and not np.all(y):

@@ -31,6 +31,7 @@ from .carried import Branch, Branches
 from .loops import Loop
 from .machine import KERNEL_CODE
 from .translate import signature, translated
+from .untaken import Untaken
 from .values import Diverged, Value, tensor, unsigned
 
 _NOWHERE = ast.AST()  # position of an error without a line of its own
@@ -220,13 +221,16 @@ class Interpreter:
 
     # ---- conditions and loops
 
-    def truth(self, condition: Any, branch: Branch | None = None) -> bool:
+    def truth(self, condition: Any, branch: Branch | None = None, untaken: Untaken | None = None, *names: Any) -> bool:
         if _is_tensor(condition):
             if branch is not None:
                 branch.runtime = True
             if condition.type.is_block() and condition.numel.value != 1:
                 return self.refused("Boolean value of Tensor with more than one value is ambiguous")
-            return self._decided(condition.handle.data)
+            taken = self._decided(condition.handle.data)
+            if untaken is not None:
+                untaken.check(self.builder.machine, not taken, names)
+            return taken
         condition = unwrapped(condition)
         if type(condition) not in _CONDITIONS:
             raise TypeError(
@@ -242,23 +246,39 @@ class Interpreter:
             return bool(np.all(data))
         raise Diverged(np.asarray(data, bool))
 
-    def choose(self, condition: object, then: Callable[[], object], otherwise: Callable[[], object]) -> Any:
-        chosen = then() if self.truth(condition) else otherwise()
+    def choose(
+        self,
+        condition: object,
+        then: Callable[[], object],
+        otherwise: Callable[[], object],
+        untaken: Untaken | None = None,
+        *names: Any,
+    ) -> Any:
+        chosen = then() if self.truth(condition, None, untaken, *names) else otherwise()
         if not _is_tensor(condition):
             return chosen
         chosen = self.semantic.to_tensor(chosen)
         value = chosen.handle  # the frontend makes a new value, the result of its `if`
         return tensor(Value(value._data, value.elem, value.layout, value.pending), chosen.type)
 
-    def while_condition(self, condition: object) -> bool:
+    def while_condition(self, condition: object, untaken: Untaken | None = None, *names: Any) -> bool:
         condition = condition.condition if isinstance(condition, tl.condition) else condition
-        return (
-            self.truth(condition)
-            if _is_tensor(condition)
-            else self.refused("`while` needs a scalar tensor as its condition, not a constant")
-        )
+        if not _is_tensor(condition):
+            return self.refused("`while` needs a scalar tensor as its condition, not a constant")
+        goes_on = self.truth(condition)
+        if untaken is not None and not goes_on:
+            untaken.check(self.builder.machine, True, names)
+        return goes_on
 
-    def loop(self, branches: Branches, kind: Any, arguments: list[Any], keywords: dict[str, Any]) -> Iterator[Any]:
+    def loop(
+        self,
+        branches: Branches,
+        kind: Any,
+        arguments: list[Any],
+        keywords: dict[str, Any],
+        untaken: Untaken | None = None,
+        *names: Any,
+    ) -> Iterator[Any]:
         kind = unwrapped(kind)
         if kind is tl.static_range:
             bounds = kind(*arguments, **keywords)
@@ -271,10 +291,15 @@ class Interpreter:
             low, high, step = (*(arguments if len(arguments) > 1 else [constexpr(0), *arguments]), constexpr(1))[:3]
         else:
             raise TypeError("only range, tl.range and static_range can be iterated over")
-        yield from self._counted(branches, self.semantic.to_tensor(low), self.semantic.to_tensor(high), step)
+        bounds = self._bounds(self.semantic.to_tensor(low), self.semantic.to_tensor(high), step)
+        if bounds is None:
+            return
+        if untaken is not None and not bounds[1]:
+            untaken.check(self.builder.machine, True, names)
+        yield from self._counted(branches, *bounds)
 
-    def _counted(self, branches: Branches, low: Any, high: Any, step: Any) -> Iterator[tl.tensor]:
-        """The induction variable of a runtime loop, as a scalar of the bounds' common type."""
+    def _bounds(self, low: Any, high: Any, step: Any) -> tuple[Any, range] | None:
+        """The type of a runtime loop's induction variable, the common type of its bounds, and its numbers."""
         static, step = not _is_tensor(step), self.semantic.to_tensor(step)
         if any(bound.type.is_block() or not bound.dtype.is_int() for bound in (low, high, step)):
             raise TypeError(
@@ -282,16 +307,20 @@ class Interpreter:
             )
         promote = self.semantic.integer_promote_impl
         kind = promote(promote(low.dtype, high.dtype), step.dtype)
-        elem, wrapped = kind.to_ir(self.builder).elem, unsigned if kind.is_int_unsigned() else lambda data: data
+        wrapped = unsigned if kind.is_int_unsigned() else lambda data: data
         bounds = [int(wrapped(self.semantic.cast(bound, kind).handle.data)) for bound in (low, high, step)]
         if bounds[2] == 0 or (bounds[2] < 0 and not static):
             self.builder.report(
                 "assert", f"a loop's step is {bounds[2]}; a step that is not a constant must be positive"
             )
-            return
-        loop = Loop(self.builder.machine, _kernel_frame(), branches, len(range(*bounds)))
+            return None
+        return kind, range(*bounds)
+
+    def _counted(self, branches: Branches, kind: Any, numbers: range) -> Iterator[tl.tensor]:
+        elem = kind.to_ir(self.builder).elem
+        loop = Loop(self.builder.machine, _kernel_frame(), branches, len(numbers))
         try:
-            for index in range(*bounds):
+            for index in numbers:
                 yield tensor(self.builder.integer(index, elem), kind)
                 loop.end_iteration()
         finally:  # a `break` too

@@ -55,6 +55,7 @@ class Machine:
         self.storages: list[Memory] = []
         self.coverage = Coverage(self.report)  # of the tensors of a launch
         self.wrapped: dict[str, str] = {}  # operations on int32 that overflowed in this launch, by place
+        self.looked_at: set[tuple[object, ...]] = set()  # branches whose other side was looked at in this launch
         self.fuse = False  # whether a product and the sum that follows it are rounded once
         self.loaded_pointers = False  # whether the kernel made pointers from numbers, so that they point anywhere
         self.events: list[Event] = []
@@ -72,7 +73,7 @@ class Machine:
     def begin_launch(self) -> None:
         """Forget the arguments of the launch before."""
         self.storages, self.loaded_pointers = [], False
-        self.coverage, self.wrapped = Coverage(self.report), {}
+        self.coverage, self.wrapped, self.looked_at = Coverage(self.report), {}, set()
 
     # ---- current place and findings
 

@@ -23,7 +23,7 @@ KINDS = {
     "assert": "a device_assert failed, an assumption or a hint is false, an integer overflows or is divided by zero",
     "contraction": "a result that changes if the compiler fuses a product into a sum",
     "coverage": "an output's element that the launch never writes, or writes more than once",
-    "compiler": "source that Triton's frontend is known to miscompile",
+    "compiler": "source that Triton is known to miscompile, or not to compile",
 }
 
 Place = tuple[tuple[CodeType, int], ...]  # innermost kernel function first: (code, line)

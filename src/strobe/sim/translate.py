@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeGuard
 
@@ -24,6 +24,7 @@ from triton.runtime.jit import JITCallable
 
 from .carried import Branch
 from .machine import KERNEL_CODE
+from .untaken import Untaken, uses
 
 INTERPRETER = "$"  # not an identifier, so no kernel can use it
 _BUILTINS = CodeGenerator.builtin_namespace
@@ -97,10 +98,13 @@ class Translator(ast.NodeTransformer):
         self.scope = {name: _of_the_target(value) for name, value in scope.items()}
         self.namespace: dict[str, Any] = {"__builtins__": {}}
         self.loops: list[dict[str, list[Branch]]] = []  # loops around the statement: name -> branches that assign it
+        self.fixed: frozenset[str] = frozenset()  # parameters that are never assigned
 
     def function(self, definition: ast.FunctionDef) -> ast.FunctionDef:
         names = [INTERPRETER, *(argument.arg for argument in _arguments(definition))]
         parameters = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+        stored = {part.id for part in ast.walk(definition) if _is_stored(part)}
+        self.fixed = frozenset(argument.arg for argument in _arguments(definition)) - stored
         body = [self.visit(statement) for statement in definition.body]
         body = [statement for statement in body if statement is not None] or [ast.Pass()]
         return ast.copy_location(ast.FunctionDef(definition.name, parameters, body, [], None), definition)
@@ -206,7 +210,15 @@ class Translator(ast.NodeTransformer):
         return ast.copy_location(ast.Lambda(nothing, self.visit(value)), value)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        return self.ask(node, "choose", self.visit(node.test), self._later(node.body), self._later(node.orelse))
+        sides = self._later(node.body), self._later(node.orelse)
+        untaken = self._untaken(node, [node.body], [node.orelse])
+        return self.ask(node, "choose", self.visit(node.test), *sides, *untaken)
+
+    def _untaken(self, node: ast.AST, then: Sequence[ast.AST], otherwise: Sequence[ast.AST]) -> list[ast.expr]:
+        """Arguments for `Untaken.check`: what may not be None on either side, and the parameters. Mostly empty."""
+        untaken = Untaken(uses(then, self.fixed), uses(otherwise, self.fixed))
+        names: list[ast.expr] = [ast.Name(name, ast.Load()) for name in untaken.names]
+        return [self.constant(untaken, node), *names] if untaken else []
 
     def visit_Tuple(self, node: ast.Tuple) -> ast.expr:
         if isinstance(node.ctx, ast.Store):
@@ -303,7 +315,8 @@ class Translator(ast.NodeTransformer):
         for name in {part.id for one in (*node.body, *node.orelse) for part in ast.walk(one) if _is_stored(part)}:
             for loop in self.loops:
                 loop.setdefault(name, []).append(branch)
-        test = self.ask(node.test, "truth", self.visit(node.test), self.constant(branch, node.test))
+        untaken = self._untaken(node.test, node.body, node.orelse)
+        test = self.ask(node.test, "truth", self.visit(node.test), self.constant(branch, node.test), *untaken)
         return ast.copy_location(
             ast.If(test, self._block(node.body), self._block(node.orelse) if node.orelse else []), node
         )
@@ -315,7 +328,8 @@ class Translator(ast.NodeTransformer):
         ]
 
     def visit_While(self, node: ast.While) -> ast.stmt:
-        ends = ast.UnaryOp(ast.Not(), self.ask(node.test, "while_condition", self.visit(node.test)))
+        untaken = self._untaken(node, node.body, [])
+        ends = ast.UnaryOp(ast.Not(), self.ask(node.test, "while_condition", self.visit(node.test), *untaken))
         leave = ast.copy_location(ast.If(ends, [ast.Break()], []), node.test)
         body, branches = self._loop_body(node)
         iterations = self.ask(node, "while_iterations", branches)
@@ -333,8 +347,9 @@ class Translator(ast.NodeTransformer):
         if not isinstance(node.iter, ast.Call) or node.orelse:
             return self.refuse(node, "a for loop needs range, tl.range or static_range, and no else")
         call = self.visit_Call(node.iter)
+        untaken = self._untaken(node, node.body, [])
         body, branches = self._loop_body(node)
-        iterator = self.ask(node.iter, "loop", branches, *call.args)
+        iterator = self.ask(node.iter, "loop", branches, *call.args, *untaken)
         return ast.copy_location(ast.For(self.visit(node.target), iterator, body, []), node)
 
     def visit_With(self, node: ast.With) -> ast.stmt:
