@@ -114,7 +114,7 @@ def explain_decode(
 
 def append(
     cache: PagedCache | DenseCache, k_new: Tensor, v_new: Tensor, *, rotary: Rotary | None = None,
-    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, slots: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write new keys and values to a KV cache: token t of sequence b goes to position seqlens[b] + t.
 
@@ -129,22 +129,29 @@ def append(
         cache: strobe.PagedCache or strobe.DenseCache of B sequences. `append` does not change its seqlens.
         k_new, v_new: [B, T, H_kv, D] and [B, T, H_kv, D_v], in the cache's dtype and without memory in common with it.
             For a cache in float8_e4m3fn the dtype is free: values are divided by the cache's scales, clamped to
-            magnitude 448 and rounded.
+            magnitude 448 and rounded. Scales of each key and head are computed, so that the largest magnitude becomes
+            448, and written beside the keys.
         rotary: rotate the new keys by the angles of their positions before writing. The caller rotates the queries.
         cu_seqlens_q: int32 [B + 1], as in `attention_paged`. k_new and v_new are then packed, [T, H_kv, D]: rows
             cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 are the new tokens of sequence b. Rows of no sequence are not
             written.
+        slots: int64 or int32 [T], where packed tokens go instead: token t goes to row slots[t] % page_size of page
+            slots[t] // page_size, as in `reshape_and_cache` of vLLM and `set_kv_buffer` of SGLang. A token with a
+            negative slot is not written. The cache is a PagedCache whose page_table and seqlens are not read.
 
-    A token without room, or with a page id outside the pool, is not written. A token whose position has no rotary
-    angles becomes NaN in its rotary dimensions. `last_errors` reports both. Two sequences must not write to the same
-    page. Does not synchronize with the device. Raises InvalidProblem, TypeError, and UnsupportedProblem under vmap, for
-    gradients, or if no kernel can run the call.
+    A token without room, or with a page id or a slot outside the pool, is not written. A token whose position has no
+    rotary angles becomes NaN in its rotary dimensions. `last_errors` reports both. Two sequences must not write to the
+    same page, nor two tokens to the same slot. Does not synchronize with the device. Raises InvalidProblem, TypeError,
+    and UnsupportedProblem under vmap, for gradients, or if no kernel can run the call.
     """
     for name, tensor in (("k_new", k_new), ("v_new", v_new)):
         if not isinstance(tensor, Tensor):
             raise wrong_type(name, tensor, "a tensor [B, T, H_kv, D]", "pass a torch.Tensor")
     if cu_seqlens_q is not None and not isinstance(cu_seqlens_q, Tensor):
         raise wrong_type("cu_seqlens_q", cu_seqlens_q, "a tensor int32 [B + 1] or None", "pass a torch.Tensor")
+    if slots is not None:
+        ops_decode.append(AppendCall.of_slots(cache, k_new, v_new, slots, rotary or cu_seqlens_q))
+        return
     offsets = None if cu_seqlens_q is None else as_int32(cu_seqlens_q)
     ops_decode.append(AppendCall.of(cache, k_new, v_new, rotary, offsets))
 

@@ -228,6 +228,14 @@ def _append_packed(page_size: int) -> AppendCall:
     return one._replace(k_new=one.k_new[0], v_new=one.v_new[0], cu_seqlens_q=torch.tensor([0, 2], dtype=torch.int32))
 
 
+def _append_to_slots(cache_dtype: torch.dtype) -> AppendCall:
+    """Of an 8-bit cache with a scale for each key and head."""
+    one, slots = _append(16, cache_dtype), torch.zeros(2, dtype=torch.int64)
+    k_scale, v_scale = (torch.ones(one.k.shape[:3]) if cache_dtype == FP8 else None for _ in range(2))
+    packed = one._replace(k_new=one.k_new[0], v_new=one.v_new[0], seqlens=slots, page_table=None, at_slots=True)
+    return packed._replace(k_scale=k_scale, v_scale=v_scale)
+
+
 # Portable decode and append: every way to address a key, to store one, and to split. Then packed queries over a cache:
 # each kind of tile, of scales and of splits.
 DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
@@ -247,6 +255,8 @@ DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "append to pages": lambda: _append(16, torch.bfloat16),
     "append rotary float8 to rows": lambda: _append(0, FP8, True),
     "append packed to pages": lambda: _append_packed(16),
+    "append to slots": lambda: _append_to_slots(torch.bfloat16),
+    "append float8 token scales to slots": lambda: _append_to_slots(FP8),
     "paged d128 prefill": lambda: _paged(128),
     "paged d128 prefill, pages of 64": lambda: _paged(128, 64),
     "paged d64 rows, window sinks softcap": lambda: _paged(64, 0, left=64, sinks=torch.zeros(32), softcap=20.0),

@@ -140,8 +140,8 @@ def _append(*flat: Any) -> None:
         _check_pools_apart(call)
         _check_new_apart(call)
         _launch(choice.forward, _received(call), None)
-        written(call.k)
-        written(call.v)
+        for tensor in call.written:
+            written(tensor)
 
 
 def _appended(*flat: Any) -> tuple[Tensor, Tensor]:
@@ -202,8 +202,8 @@ def decode_out_fake(out: Tensor, *flat: Any) -> Tensor:
 def _append_fake(*flat: Any) -> None:
     call = AppendCall(*flat)
     check_append(call)
-    writes_to(call.k)
-    writes_to(call.v)
+    for tensor in call.written:
+        writes_to(tensor)
 
 
 def _appended_fake(*flat: Any) -> tuple[Tensor, Tensor]:
@@ -221,14 +221,16 @@ def fields(kind: type[DecodeCall] | type[PagedCall] | type[AppendCall]) -> str:
 
 LIBRARY.define(f"decode({fields(DecodeCall)}) -> (Tensor, Tensor)")
 LIBRARY.define(f"decode_out(Tensor(a!) out, {fields(DecodeCall)}) -> Tensor")
-LIBRARY.define(
-    f"append({fields(AppendCall).replace('Tensor k,', 'Tensor(a!) k,').replace('Tensor v,', 'Tensor(b!) v,')}) -> ()"
-)
+_APPEND = fields(AppendCall).replace("Tensor k,", "Tensor(a!) k,").replace("Tensor v,", "Tensor(b!) v,")
+_SCALED = _APPEND.replace("Tensor? k_scale", "Tensor(c!)? k_scale").replace("Tensor? v_scale", "Tensor(d!)? v_scale")
+LIBRARY.define(f"append({_APPEND}) -> ()")
+LIBRARY.define(f"append_scaled({_SCALED}) -> ()")  # a scale for each key and head is written, too
 LIBRARY.define(f"appended({fields(AppendCall)}) -> (Tensor, Tensor)")
 for _name, _body, _fake in (
     ("decode", _decode, decode_fake),
     ("decode_out", _decode_out, decode_out_fake),
     ("append", _append, _append_fake),
+    ("append_scaled", _append, _append_fake),
     ("appended", _appended, _appended_fake),
 ):
     LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
@@ -238,6 +240,7 @@ vmap.register(LIBRARY, "decode")
 DECODE = torch.ops.strobe.decode.default
 DECODE_OUT = torch.ops.strobe.decode_out.default
 APPEND = torch.ops.strobe.append.default
+APPEND_SCALED = torch.ops.strobe.append_scaled.default
 APPENDED = torch.ops.strobe.appended.default
 
 
@@ -293,8 +296,10 @@ def append(call: AppendCall) -> None:
         from . import sharding
 
         call = sharding.own_append(call)
-    if not (written_by_copy(call.k) or written_by_copy(call.v)):
-        APPEND(*call)
+    if not any(written_by_copy(tensor) for tensor in call.written):
+        (APPEND_SCALED if len(call.written) > 2 else APPEND)(*call)
         return
+    if len(call.written) > 2:
+        raise UnsupportedProblem("append with a scale for each key and head to tensors that are written by copy")
     for pool, grown in zip((call.k, call.v), APPENDED(*call)):
         pool.copy_(grown)

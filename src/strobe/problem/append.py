@@ -2,6 +2,7 @@
 
 Token t of T goes to position seqlens[b] + t of sequence b. An append does not change seqlens; the caller advances them.
 With cu_seqlens_q the tokens are packed: rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 are those of sequence b.
+With at_slots they are packed too, and seqlens holds the slot of each: page * page_size + row.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
-from .cache import FP8, DenseCache, Held, OfCache, PagedCache, Rotary, check_cache, check_offsets, check_tensor
+from .cache import (
+    FP8,
+    DenseCache,
+    Held,
+    OfCache,
+    PagedCache,
+    Rotary,
+    check_cache,
+    check_offsets,
+    check_slots,
+    check_tensor,
+)
 from .call import DTYPES, Dense, Paged
 from .memory_overlap import overlaps_itself
 
@@ -27,15 +39,16 @@ class AppendCall(NamedTuple):
     v_new: Tensor  # with D_v
     k: Tensor  # written
     v: Tensor  # written
-    seqlens: Tensor
+    seqlens: Tensor  # [B]; with at_slots the slot of each token, [T]
     page_table: Tensor | None = None
-    k_scale: Tensor | None = None
+    k_scale: Tensor | None = None  # [H_kv], or one for each key and head, which is written
     v_scale: Tensor | None = None
     cos: Tensor | None = None  # [S_max, rotary_dim / 2]
     sin: Tensor | None = None
     cu_seqlens_q: Tensor | None = None  # int32 [B + 1] of packed tokens
     interleaved: bool = False
     kernel: str = ""
+    at_slots: bool = False
 
     @property
     def held(self) -> Held:
@@ -62,6 +75,16 @@ class AppendCall(NamedTuple):
         """The tensor fields that are present."""
         return [field for field in self.about if field is not None]
 
+    @property
+    def packed(self) -> bool:
+        return self.at_slots or self.cu_seqlens_q is not None
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The tensors that the call changes: the pools, and scales of each key and head."""
+        scales = [scale for scale in (self.k_scale, self.v_scale) if scale is not None and scale.dim() > 1]
+        return [self.k, self.v, *scales]
+
     @staticmethod
     def of(
         cache: DenseCache | PagedCache,
@@ -79,13 +102,28 @@ class AppendCall(NamedTuple):
             raise wrong_type("rotary.interleaved", interleaved, "a bool", "pass True or False")
         return AppendCall(k_new, v_new, *held[:4], *held[5:], cos, sin, cu_seqlens_q, interleaved)
 
+    @staticmethod
+    def of_slots(
+        cache: DenseCache | PagedCache, k_new: Tensor, v_new: Tensor, slots: Tensor, positions: object = None
+    ) -> AppendCall:
+        """Build a call that writes at slots. positions: an argument that belongs to positions, and must be None."""
+        if not isinstance(cache, PagedCache):
+            raise wrong_type("cache", cache, "a strobe.PagedCache beside slots", "give the pools as pages")
+        if not isinstance(slots, Tensor):
+            raise wrong_type("slots", slots, "a tensor int64 [T] or None", "pass a torch.Tensor")
+        if positions is not None:
+            got, remedy = "rotary or cu_seqlens_q beside slots", "rotate before the call; slots name every place"
+            raise InvalidProblem("slots", got, "slots alone", remedy)
+        held = Held.of(cache._replace(page_table=slots, seqlens=slots))
+        return AppendCall(k_new, v_new, held.k, held.v, slots, None, held.k_scale, held.v_scale, at_slots=True)
+
 
 def check(call: AppendCall) -> Dense | Paged:
     """Validate the arguments and return their layout. Reads only metadata. Raises InvalidProblem or TypeError naming
     the argument.
     """
     held, new = call.held, {"k": call.k_new, "v": call.v_new}
-    packed = call.cu_seqlens_q is not None
+    packed = call.packed
     leading = 1 if packed else 2  # dimensions before the heads
     for field, tensor in new.items():
         check_tensor(f"{field}_new", tensor, "[T, H_kv, D]" if packed else "[B, T, H_kv, D]", leading + 2)
@@ -106,7 +144,10 @@ def check(call: AppendCall) -> Dense | Paged:
     batch = call.k_new.shape[0]
     if call.cu_seqlens_q is not None:
         batch = check_offsets(call.cu_seqlens_q, call.seqlens, "k_new", call.k_new.device)
-    layout = check_cache(held, batch, call.k_new.dtype, "cu_seqlens_q" if packed else "k_new")
+    if call.at_slots:
+        layout = check_slots(held, call.seqlens, batch, call.k_new.dtype)
+    else:
+        layout = check_cache(held, batch, call.k_new.dtype, "cu_seqlens_q" if packed else "k_new", by_token=True)
     for field, tensor in new.items():
         pool: Tensor = getattr(held, field)
         if tensor.shape[leading:] != pool.shape[2:]:
@@ -123,8 +164,23 @@ def check(call: AppendCall) -> Dense | Paged:
             )
         if any(size > 1 and stride == 0 for size, stride in zip(pool.shape, pool.stride())):
             raise _shared(call, field)
+    _check_scales(call)
     _check_rotary(call)
     return layout._replace(seqlen_q=call.k_new.shape[leading - 1])
+
+
+def _check_scales(call: AppendCall) -> None:
+    """Scales of each key and head are written, so each needs memory of its own."""
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(call, name)
+        if scale is None or scale.dim() == 1:
+            continue
+        if not scale.is_contiguous():
+            got = f"strides {scale.stride()}"
+            raise InvalidProblem(f"cache.{name}", got, "a contiguous tensor", "append writes the scales of new keys")
+    if call.k_scale is not None and call.k_scale is call.v_scale and call.k_scale.dim() > 1:
+        remedy = "give keys and values scales of their own"
+        raise InvalidProblem("cache.v_scale", "the tensor of k_scale", "memory of its own", remedy)
 
 
 def _shared(call: AppendCall, field: str) -> InvalidProblem:
@@ -181,6 +237,8 @@ class AppendProblem(OfCache):
     interleaved: bool
     packed: bool
     kernel: str
+    token_scales: tuple[bool, bool] = (False, False)  # whether k and v have a scale for each key and head
+    slots: torch.dtype | None = None  # of the tokens' slots
 
     directions = ("append",)
 
@@ -196,8 +254,9 @@ class AppendProblem(OfCache):
         return AppendProblem(
             layout, heads_kv, head_dim, call.v_new.shape[-1], call.k_new.dtype, call.k.dtype,
             (call.k_scale is not None, call.v_scale is not None),
-            0 if call.cos is None else 2 * call.cos.shape[1], call.interleaved, call.cu_seqlens_q is not None,
-            call.kernel,
+            0 if call.cos is None else 2 * call.cos.shape[1], call.interleaved, call.packed,
+            call.kernel, (_by_token(call.k_scale), _by_token(call.v_scale)),
+            call.seqlens.dtype if call.at_slots else None,
         )  # fmt: skip
 
     @property
@@ -212,8 +271,14 @@ class AppendProblem(OfCache):
 
     def __str__(self) -> str:
         words = [f"append {self.layout} H_kv={self.heads_kv} D={self.head_dim} {DTYPES[self.dtype]}"]
-        words += ["packed tokens"] * self.packed + ["cache in float8_e4m3fn"] * (self.cache_dtype == FP8)
+        words += ["tokens at slots" if self.slots else "packed tokens"] * self.packed
+        words += ["a scale for each key and head"] * any(self.token_scales)
+        words += ["cache in float8_e4m3fn"] * (self.cache_dtype == FP8)
         words += [f"rotary over {self.rotary_dim} dimensions{', interleaved' * self.interleaved}"] * bool(
             self.rotary_dim
         )
         return ", ".join(words)
+
+
+def _by_token(scale: Tensor | None) -> bool:
+    return scale is not None and scale.dim() > 1

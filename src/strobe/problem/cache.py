@@ -35,7 +35,8 @@ class PagedCache(NamedTuple):
         page_table: int32 [B, max_pages], read on the device. Entries after a sequence's last page are never read.
         seqlens: int32 [B], the number of keys in each sequence, read on the device.
         k_scale, v_scale: float32 [H_kv], only for pages in float8_e4m3fn. A key is k_scale[h] times the stored value.
-            `attention_paged` also takes float32 [n_pages, page_size, H_kv], a scale for each key and head.
+            `attention_paged` also takes float32 [n_pages, page_size, H_kv], a scale for each key and head, which
+            `append` computes and writes.
     """
 
     k_pages: Tensor
@@ -168,14 +169,31 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float().clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
     size = torch.where(x.isfinite(), wide.abs(), 0.0).transpose(-1, -2).flatten(0, -2)
     most = size.amax(0) if size.shape[0] else size.new_zeros(size.shape[1:])
-    least = torch.finfo(torch.float32).smallest_normal  # a smaller scale could round to 0
-    scale = torch.where(most > 0, (most / FP8_MAX).clamp(min=least), 1.0)
+    scale = _scale_of(most)
     return to_fp8(wide, scale), scale
 
 
 def to_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
     """x [..., H, D] divided by scale [H], clamped to magnitude 448 and rounded to float8_e4m3fn."""
     return (x if scale is None else x / scale[:, None].to(x.dtype)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., H, D] in float8_e4m3fn and a float32 scale for each row [..., H], by the rules of `quantize_kv`.
+
+    >>> x8, scale = quantize_rows(torch.tensor([[1.0, -2.0], [0.0, 0.0]]))
+    >>> x8.float().tolist(), (448 * scale).tolist()
+    ([[224.0, -448.0], [0.0, 0.0]], [2.0, 448.0])
+    """
+    wide = x.float().clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
+    scale = _scale_of(torch.where(x.isfinite(), wide.abs(), 0.0).amax(-1))
+    return (wide / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def _scale_of(most: Tensor) -> Tensor:
+    """The scale with which magnitude `most` becomes 448; 1 for 0."""
+    least = torch.finfo(torch.float32).smallest_normal  # a smaller scale could round to 0
+    return torch.where(most > 0, (most / FP8_MAX).clamp(min=least), 1.0)
 
 
 class OfCache:
@@ -305,6 +323,21 @@ def _check_scale(held: Held, name: str, scale: Tensor, by_token: bool) -> None:
             f"torch.float32 [{heads}], one a key head{many}",
             "expand it or convert it with .float()",
         )
+
+
+def check_slots(held: Held, slots: Tensor, tokens: int, dtype: torch.dtype) -> Paged:
+    """Validate pools that tokens are written to at slots, and return their layout: one sequence of all keys."""
+    _check_pools(held._replace(page_table=held.seqlens), dtype, "k_new")  # names the fields as pages
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise InvalidProblem("slots", slots.dtype, "torch.int64 or torch.int32", "give a slot of the pool a token")
+    if tuple(slots.shape) != (tokens,):
+        got = f"shape {list(slots.shape)}"
+        raise InvalidProblem("slots", got, f"[{tokens}], one a row of k_new", "give -1 where a row is padding")
+    for name, scale in (("k_scale", held.k_scale), ("v_scale", held.v_scale)):
+        if scale is not None:
+            _check_scale(held, name, scale, True)
+    n_pages, page_size = held.k.shape[:2]
+    return Paged(1, 0, page_size, n_pages, n_pages)
 
 
 def check_offsets(offsets: Tensor, seqlens: Tensor, like: str, device: torch.device) -> int:

@@ -21,7 +21,7 @@ from strobe.selection.select import Choice, select
 from strobe.testing import FAMILIES
 from strobe.testing.paged import PAGED, assert_paged_as_good_as
 from tests.decoding import wide_sums
-from tests.ops import test_append_packed, test_paged
+from tests.ops import test_append_packed, test_append_slots, test_paged
 
 pytestmark = pytest.mark.skipif(not ENV.interpret, reason="TRITON_INTERPRET is not set")
 
@@ -119,3 +119,18 @@ def test_append_of_packed_tokens(paged, fp8, rotary, monkeypatch):
         AppendCall, "of", staticmethod(lambda *given, of=AppendCall.of: of(*given)._replace(kernel="portable"))
     )
     test_append_packed.as_each_alone(paged, fp8, rotary, "cpu")
+
+
+@pytest.mark.parametrize("n, layout", list(enumerate(("NHD", "HND", "together"))), ids=("NHD", "HND", "together"))
+def test_append_to_slots(n, layout):
+    index = (torch.int64, torch.int32)[n % 2]
+    test_append_slots.written_to_slots("cpu", "portable", index, layout == "HND", layout == "together", n % 2 == 0)
+
+
+def test_append_to_slots_beyond_the_pool():
+    test_append_slots.beyond_the_pool("cpu", "portable")
+
+
+@pytest.mark.parametrize("where", ["rows", "pages", "slots"])
+def test_append_with_a_scale_for_each_key_and_head(where):
+    test_append_slots.by_token("cpu", "portable", where == "pages", where == "slots")

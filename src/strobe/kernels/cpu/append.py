@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...problem.append import AppendCall, AppendProblem
-from ...problem.cache import FP8, to_fp8
+from ...problem.cache import FP8, quantize_rows, to_fp8
 from ..protocol import Plan
 from ..runtime import error_flags
 from .pieces import offsets_of
@@ -15,13 +15,7 @@ from .tiles import wide
 
 def run(plan: Plan, call: AppendCall, tensors: None, workspace: dict[str, Tensor]) -> None:
     problem: AppendProblem = plan.problem
-    batch, rank, place = _tokens(call, problem)
-    position = call.seqlens.long()[batch] + rank
-    inside = (position >= 0) & (position < problem.capacity)
-    if not inside.all():
-        error_flags.report(call.k.device, error_flags.NO_ROOM)
-    batch, place, position = batch[inside], place[inside], position[inside]
-    page = batch if call.page_table is None else call.page_table[batch, position // problem.page_size].long()
+    place, position, page = _at_slots(call, problem) if call.at_slots else _at_ends(call, problem)
     present = (page >= 0) & (page < call.k.shape[0])
     if not present.all():
         error_flags.report(call.k.device, error_flags.PAGES)
@@ -33,8 +27,31 @@ def run(plan: Plan, call: AppendCall, tensors: None, workspace: dict[str, Tensor
         k = _turned(k, (call.cos, call.sin), position, call.interleaved)
     for pool, new, scale in ((call.k, k, call.k_scale), (call.v, v, call.v_scale)):
         if pool.dtype == FP8:  # torch cannot index 8-bit floats, so their bytes are used
-            pool, new = pool.view(torch.uint8), to_fp8(new, scale).view(torch.uint8)
+            if scale is not None and scale.dim() > 1:
+                new, scale[page, row] = quantize_rows(new)
+            else:
+                new = to_fp8(new, scale)
+            pool, new = pool.view(torch.uint8), new.view(torch.uint8)
         pool[page, row] = new.to(pool.dtype)
+
+
+def _at_ends(call: AppendCall, problem: AppendProblem) -> tuple[Tensor, Tensor, Tensor]:
+    """(row of the packed k_new, position in its sequence, page) of each new token that has room."""
+    batch, rank, place = _tokens(call, problem)
+    position = call.seqlens.long()[batch] + rank
+    inside = (position >= 0) & (position < problem.capacity)
+    if not inside.all():
+        error_flags.report(call.k.device, error_flags.NO_ROOM)
+    batch, place, position = batch[inside], place[inside], position[inside]
+    page = batch if call.page_table is None else call.page_table[batch, position // problem.page_size].long()
+    return place, position, page
+
+
+def _at_slots(call: AppendCall, problem: AppendProblem) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of tokens with a slot. A negative slot is padding."""
+    place = (call.seqlens >= 0).nonzero().flatten()
+    slot = call.seqlens.long()[place]
+    return place, slot, slot // max(1, problem.page_size)
 
 
 def _tokens(call: AppendCall, problem: AppendProblem) -> tuple[Tensor, Tensor, Tensor]:

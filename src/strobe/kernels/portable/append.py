@@ -11,6 +11,7 @@ from ..runtime.error_flags import PAGES as _PAGES
 NO_ANGLE = tl.constexpr(_NO_ANGLE)
 NO_ROOM = tl.constexpr(_NO_ROOM)
 PAGES = tl.constexpr(_PAGES)
+LEAST_SCALE = tl.constexpr(2.0**-126)  # a smaller one could round to 0
 
 
 @triton.jit
@@ -54,11 +55,19 @@ def rotate(x, new, tables, position, d, row_ok, strides, errors, traits: tl.cons
 
 
 @triton.jit
-def store_cached(pool, x, scale, head, d, row_ok, width: tl.constexpr, traits: tl.constexpr):
-    """A key or value to its row of the cache, divided by the scale and in 8 bits where the cache has them."""
+def store_cached(pool, x, scale, place, d, row_ok, width: tl.constexpr, by_token: tl.constexpr, traits: tl.constexpr):
+    """A key or value to its row of the cache, divided by the scale and in 8 bits where the cache has them. place: of
+    its scale. by_token: the scale is that of this row, and is written.
+    """
     if traits.eight_bits:
-        if scale is not None:
-            x = x / tl.load(scale + head)
+        if by_token:
+            x = x.to(tl.float32)
+            most = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0), 0)  # 0 for NaN
+            own = tl.where(most > 0, tl.maximum(most / 448.0, LEAST_SCALE), 1.0)
+            tl.store(scale + place, own, mask=row_ok)
+            x = x / own
+        elif scale is not None:
+            x = x / tl.load(scale + place)
         tl.store(pool + d, e4m3_bits(x.to(tl.float32)), mask=row_ok & (d < width))
     else:
         tl.store(pool + d, x.to(pool.dtype.element_ty), mask=row_ok & (d < width))
@@ -81,23 +90,35 @@ def append_kernel(tensors, caches, scales, rotary, errors, strides, shape, trait
     batch = (pid // shape.heads_kv // shape.seqlen).to(tl.int64)
     rank = token  # within its sequence
     if traits.packed:
-        if pid == 0:
-            guard_offsets(tensors.cu_seqlens_q, shape.batch, shape.seqlen, -1, tl.arange(0, 32), errors, OFFSETS_Q, 0)
-        sequence, start, _ = sequence_of_row(tensors.cu_seqlens_q, token.to(tl.int32), shape.batch, shape.seqlen)
-        is_inside = (sequence > 0) & (sequence <= shape.batch)
-        rank = token - start
-        batch = tl.where(is_inside, sequence - 1, 0).to(tl.int64)
-    position = tl.load(tensors.seqlens + batch).to(tl.int64) + rank
-    room = (position >= 0) & (position < shape.capacity)
-    missing = room == 0
-    if traits.packed:
-        missing = missing & is_inside
-        room = room & is_inside
-    tl.atomic_or(errors, NO_ROOM, mask=missing, sem="relaxed")
+        if not traits.at_slots:
+            if pid == 0:
+                lanes = tl.arange(0, 32)
+                guard_offsets(tensors.cu_seqlens_q, shape.batch, shape.seqlen, -1, lanes, errors, OFFSETS_Q, 0)
+            sequence, start, _ = sequence_of_row(tensors.cu_seqlens_q, token.to(tl.int32), shape.batch, shape.seqlen)
+            is_inside = (sequence > 0) & (sequence <= shape.batch)
+            rank = token - start
+            batch = tl.where(is_inside, sequence - 1, 0).to(tl.int64)
+    if traits.at_slots:
+        position = tl.load(tensors.seqlens + token).to(tl.int64)
+        room = position >= 0
+    else:
+        position = tl.load(tensors.seqlens + batch).to(tl.int64) + rank
+        room = (position >= 0) & (position < shape.capacity)
+        missing = room == 0
+        if traits.packed:
+            missing = missing & is_inside
+            room = room & is_inside
+        tl.atomic_or(errors, NO_ROOM, mask=missing, sem="relaxed")
     page = batch
     row = position
     row_ok = room
-    if traits.paged:
+    if traits.at_slots:
+        page = position // shape.page_size
+        row = position % shape.page_size
+        row_ok = room & (page < shape.num_pages)
+        page = tl.where(row_ok, page, 0)
+        tl.atomic_or(errors, PAGES, mask=room & (row_ok == 0), sem="relaxed")
+    elif traits.paged:
         entry = tensors.page_table + batch * shape.max_pages + position // shape.page_size
         page = tl.load(entry, mask=room, other=0).to(tl.int64)
         inside = (page >= 0) & (page < shape.num_pages)
@@ -115,5 +136,8 @@ def append_kernel(tensors, caches, scales, rotary, errors, strides, shape, trait
         k = rotate(k, k_new, rotary, position, d, row_ok, strides.rotary, errors, traits)
     k_row = row_at(caches.k, strides.k, page, row, head)
     v_row = row_at(caches.v, strides.v, page, row, head)
-    store_cached(k_row, k, scales.k, head, d, row_ok, traits.head_dim, traits)
-    store_cached(v_row, v, scales.v, head, dv, row_ok, traits.head_dim_v, traits)
+    place = (page * shape.page_size + row) * shape.heads_kv + head  # of a scale for each key and head
+    k_place = place if traits.k_token_scale else head
+    v_place = place if traits.v_token_scale else head
+    store_cached(k_row, k, scales.k, k_place, d, row_ok, traits.head_dim, traits.k_token_scale, traits)
+    store_cached(v_row, v, scales.v, v_place, dv, row_ok, traits.head_dim_v, traits.v_token_scale, traits)

@@ -157,7 +157,7 @@ class DecodeTensors(NamedTuple):
 
 
 class PerKeyHead(NamedTuple):
-    """Scales of keys and values [H_kv]."""
+    """Scales of keys and values [H_kv], or one for each key and head."""
 
     k: Any
     v: Any
@@ -228,7 +228,7 @@ class PagedShape(NamedTuple):
 class AppendTensors(NamedTuple):
     k_new: Any  # [B, S, H_kv, D], or packed [S, H_kv, D]
     v_new: Any
-    seqlens: Any  # [B]
+    seqlens: Any  # [B], or the slots of tokens
     page_table: Any
     cu_seqlens_q: Any  # [B + 1] of packed tokens
 

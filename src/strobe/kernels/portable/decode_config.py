@@ -244,6 +244,9 @@ class AppendTraits(Constants, Widths):
     rotary_dim: int
     interleaved: bool
     packed: bool = False
+    at_slots: bool = False
+    k_token_scale: bool = False  # a scale for each key and head, which the append computes
+    v_token_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -263,11 +266,8 @@ class PortableAppend:
     def config(self, problem: AppendProblem, target: Target) -> AppendConfig:
         widths = problem.head_dim, problem.head_dim_v
         rotary = problem.rotary_dim, problem.interleaved
-        return AppendConfig(
-            AppendTraits(
-                DTYPES[problem.dtype], problem.cache_dtype == FP8, *widths, problem.paged, *rotary, problem.packed
-            )
-        )
+        known = DTYPES[problem.dtype], problem.cache_dtype == FP8, *widths, problem.paged, *rotary, problem.packed
+        return AppendConfig(AppendTraits(*known, problem.slots is not None, *problem.token_scales))
 
     def cost(self, problem: AppendProblem) -> Cost:
         return append_cost(problem)

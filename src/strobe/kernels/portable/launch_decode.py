@@ -110,6 +110,7 @@ def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:
     rotary = RotaryStrides(0, 0, 0)
     if call.cos is not None and call.sin is not None:
         rotary = RotaryStrides(call.cos.stride(0), call.sin.stride(0), call.cos.shape[0])
+    batch = layout.batch if problem.packed and problem.slots is None else None
     arguments = (
         AppendTensors(call.k_new, call.v_new, call.seqlens, call.page_table, call.cu_seqlens_q),
         Caches(k, v),
@@ -123,7 +124,7 @@ def append_launch(plan: Plan, call: AppendCall, word: Tensor) -> Launch:
             problem.capacity,
             problem.page_size,
             *pages_of(layout),
-            layout.batch if problem.packed else None,
+            batch,
         ),
         traits,
     )
