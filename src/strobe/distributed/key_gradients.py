@@ -54,8 +54,20 @@ class KeyGradients:
                     parts.append((part, (next(room), next(room))))
                     taken += [(rank, tensor) for tensor in parts[-1][1]]
         Transfer(given, taken, plan.ranks.keys).wait()
-        dk, dv = (self._total([(run, pair[which]) for run, pair in parts], self.like[which]) for which in (0, 1))
+        wide = self._covering()
+        dk, dv = (
+            self._total([(run, pair[which]) for run, pair in parts], self.like[which], wide and wide[which])
+            for which in (0, 1)
+        )
         return dk, dv
+
+    def _covering(self) -> Pair | None:
+        """The gradients of own keys that one piece gives, as views, if a piece covers them all."""
+        own = self.plan.own_rows
+        for piece, pair in zip(self.plan.pieces.all, self.pieces):
+            if len(own) == 1 and piece.keys[0] <= own[0][0] and own[0][1] <= piece.keys[1]:
+                return _part(own[0], piece.keys, pair)
+        return None
 
     def _sum(self, run: Run, several: Sequence[int]) -> Pair:
         """The sum of these pieces at the positions of a run that lies in all of them."""
@@ -63,8 +75,11 @@ class KeyGradients:
         pairs = [_part(run, keys[number], self.pieces[number]) for number in several]
         return _added([pair[0] for pair in pairs]), _added([pair[1] for pair in pairs])
 
-    def _total(self, parts: list[tuple[Run, Tensor]], like: Tensor) -> Tensor:
-        """The sums of parts over own positions, as [B, local rows, H_kv, width]."""
+    def _total(self, parts: list[tuple[Run, Tensor]], like: Tensor, wide: Tensor | None) -> Tensor:
+        """The sums of parts over own positions, as [B, local rows, H_kv, width].
+
+        wide: one part of all own positions. Sums are written into it, so that positions of one part are not copied.
+        """
         own, found = self.plan.own_rows, layers([run for run, _ in parts])
         cut = [
             (run, _added([_rows(run, parts[number][0], parts[number][1]) for number in several]))
@@ -75,10 +90,12 @@ class KeyGradients:
         else:
             is_whole = sum(stop - start for (start, stop), _ in cut) == size(own)
             allocate = like.new_empty if is_whole else like.new_zeros
-            total = allocate((size(own), *like.shape[1:]))
+            total = allocate((size(own), *like.shape[1:])) if wide is None else wide
             for run, rows in cut:
                 begin = offset(own, run[0])
-                total[begin : begin + len(rows)] = rows
+                place = total[begin : begin + len(rows)]
+                if place.data_ptr() != rows.data_ptr():  # of `wide` itself
+                    place.copy_(rows)
         return total.transpose(0, 1).unflatten(2, (self.heads, -1))
 
 

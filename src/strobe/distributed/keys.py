@@ -1,24 +1,26 @@
 """Scheme `keys`: each rank receives the keys that its rows may see, and computes its rows alone.
 
-The forward runs a call per piece (`pieces`). If every row is in one piece, the pieces write the result. Otherwise they
-are partial results in float32, merged in a fixed order, and sinks are added once, after the last merge. The backward
-runs the same pieces with the lse of whole rows, so that each gives its part of dq, dk and dv. Gradients of received
-keys return to their rank (`key_gradients`).
+The forward runs a call per piece (`pieces`), first those over own keys alone, while other keys arrive. If every row is
+in one piece, the pieces write the result. Otherwise they are partial results in float32, merged in a fixed order, and
+sinks are added once, after the last merge. The backward runs the same pieces with the lse of whole rows, so that each
+gives its part of dq, dk and dv. Gradients of received keys return to their rank (`key_gradients`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..kernels.protocol import Backward
 from ..ops import attention as ops
 from ..problem.call import Call, accumulator
 from ..problem.mask import Mask
 from ..problem.merge import Partial, merge, with_sinks
+from ..problem.torch_state import unseen_mode_active
 from .group import Transfer
 from .key_gradients import KeyGradients
 from .pieces import Piece, mask_of
@@ -29,61 +31,77 @@ Options = tuple  # scale, softcap, deterministic, batch_invariant, kernel: the f
 
 
 class Keys(NamedTuple):
-    """k and v at the positions `held`: [positions, B, H_kv * D] and [positions, B, H_kv * D_v].
+    """k and v of this rank's rows [B, local rows, H_kv, D], and a buffer of the keys of pieces that need others' keys.
 
-    If a rank holds its own keys alone, they are views of k and v. Otherwise they are parts of one buffer, whose rows
-    travel without a copy.
+    A row of the buffer [positions `held`, B, H_kv * (D + D_v)] holds k and v beside each other, and travels without a
+    copy. Pieces over own keys alone read k and v in place.
     """
 
     k: Tensor
     v: Tensor
+    own: Runs
     held: Runs
-    heads: int
     buffer: Tensor | None
 
     @staticmethod
-    def empty(k: Tensor, v: Tensor, plan: Plan) -> Keys:
-        """Room for the keys that the plan lets this rank hold."""
-        batch, _, heads, head_dim = k.shape
-        buffer = k.new_empty((size(plan.held), batch, heads * (head_dim + v.shape[3])))
-        width = heads * head_dim
-        return Keys(buffer[..., :width], buffer[..., width:], plan.held, heads, buffer)
-
-    @staticmethod
-    def of(k: Tensor, v: Tensor, plan: Plan) -> Keys:
-        """The keys that the plan lets this rank hold. Only its own are filled in."""
-        if plan.held == plan.own_rows:
-            return Keys(k.transpose(0, 1).flatten(2), v.transpose(0, 1).flatten(2), plan.held, k.shape[2], None)
-        keys, begin = Keys.empty(k, v, plan), 0
-        for run in plan.own_rows:
-            own = slice(begin, begin + run[1] - run[0])
-            for place, part in zip(keys.at(run), (k, v)):
-                place.copy_(part[:, own])
-            begin = own.stop
-        return keys
-
-    def rows(self, keys: Run) -> Tensor:
-        """k and v of these positions, which must all be held, beside each other: contiguous, a view where it can be."""
-        if self.buffer is None:
-            return torch.cat([_slice(part, self.held, keys) for part in (self.k, self.v)], -1)
-        return _slice(self.buffer, self.held, keys)
+    def of(k: Tensor, v: Tensor, plan: Plan, held: Runs | None = None) -> Keys:
+        """Room for the plan's keys. `exchange` fills it. held: the keys in the buffer, in place of the plan's."""
+        held = plan.buffered if held is None else held
+        width = k.shape[2] * (k.shape[3] + v.shape[3])
+        buffer = k.new_empty((size(held), k.shape[0], width)) if held and held != plan.own_rows else None
+        return Keys(k, v, plan.own_rows, held, buffer)
 
     def at(self, keys: Run) -> tuple[Tensor, Tensor]:
         """k [B, positions, H_kv, D] and v at these positions, which must all be held: views."""
-        k, v = (_slice(part, self.held, keys).transpose(0, 1).unflatten(2, (self.heads, -1)) for part in self[:2])
+        if any(start <= keys[0] and keys[1] <= stop for start, stop in self.own):
+            begin = offset(self.own, keys[0])
+            rows = slice(begin, begin + keys[1] - keys[0])
+            return self.k[:, rows], self.v[:, rows]
+        return self.split(self._buffered(keys))
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """k and v of all keys that are held: views."""
+        return (self.k, self.v) if self.buffer is None else self.split(self.buffer)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the buffer as k and v [B, positions, H_kv, ...]: views."""
+        heads, width = self.k.shape[2], self.k.shape[2] * self.k.shape[3]
+        k, v = (part.transpose(0, 1).unflatten(2, (heads, -1)) for part in (rows[..., :width], rows[..., width:]))
         return k, v
 
     def exchange(self, plan: Plan) -> Transfer:
-        """Send own keys to the ranks that need them, and receive those of others in place."""
-        given, taken = (
-            [(rank, self.rows(run)) for rank, runs in enumerate(side) for run in runs] for side in plan.links
-        )
-        return Transfer(given, taken, plan.ranks.keys)
+        """Send own keys to the ranks that need them, and receive those of others in place.
 
+        Own keys that are sent but not in the buffer are copied first, and own keys enter the buffer once the transfer
+        has been issued. So its kernel starts before a kernel of attention takes all SMs.
+        """
+        given, taken = plan.links
+        sent = [run for runs in given for run in runs]
+        is_buffered = self.buffer is not None and all(overlap((run,), self.held) == (run,) for run in sent)
+        if is_buffered:
+            self._fill()
+        rows = self._buffered if is_buffered else self._joined
+        leaving = [(rank, rows(run)) for rank, runs in enumerate(given) for run in runs]
+        arriving = [(rank, self._buffered(run)) for rank, runs in enumerate(taken) for run in runs]
+        transfer = Transfer(leaving, arriving, plan.ranks.keys)
+        if not is_buffered:
+            self._fill()
+        return transfer
 
-def _slice(rows: Tensor, held: Runs, keys: Run) -> Tensor:
-    begin = offset(held, keys[0])
-    return rows[begin : begin + keys[1] - keys[0]]
+    def _fill(self) -> None:
+        """Copy own keys into the buffer."""
+        if self.buffer is not None:
+            for run in overlap(self.own, self.held):
+                for place, part in zip(self.split(self._buffered(run)), self.at(run)):
+                    place.copy_(part)
+
+    def _buffered(self, keys: Run) -> Tensor:
+        begin = offset(self.held, keys[0])
+        return cast("Tensor", self.buffer)[begin : begin + keys[1] - keys[0]]
+
+    def _joined(self, keys: Run) -> Tensor:
+        """Own k and v of these positions in a row of the buffer's form."""
+        return torch.cat([part.transpose(0, 1).flatten(2) for part in self.at(keys)], -1)
 
 
 class AttendKeys(torch.autograd.Function):
@@ -110,8 +128,25 @@ def empty_calls(plan: Plan, call: Call) -> list[Call]:
 
     call: on this rank's q, k and v, without a mask. Their contents are not read.
     """
-    rows = Rows(plan, call[5:10], call.q, Keys.empty(call.k, call.v, plan), call.sinks)
+    rows = Rows(plan, call[5:10], call.q, Keys.of(call.k, call.v, plan), call.sinks)
     return [one for piece in plan.pieces.all for one in (rows.forward_call(piece), rows.backward_call(piece))]
+
+
+def backward_into(
+    dq: Tensor, tensors: tuple[Tensor, Tensor, Tensor, None], call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dk, dv and the gradient of sinks of a call, by its backward of tensors = (dout, out, lse, None). Writes dq.
+
+    dq: some of the rows of a tensor. The op would return them in a tensor of their own.
+    """
+    if unseen_mode_active():  # a mode looks for the op
+        found = ops.BACKWARD(*tensors, *call.arguments)
+        dq.copy_(found[0])
+        return found[1:]
+    call = ops.received(call.arguments)
+    given = Backward(*tensors, dq, *[t.new_empty(t.shape) for t in (*call[1:3], tensors[2])])
+    ops.write_gradients(ops.decide(call), call, given)
+    return given.dk, given.dv, ops.sinks_gradient(call, tensors[2], given.delta)
 
 
 class Rows:
@@ -159,15 +194,17 @@ class Rows:
         out = allocate((*q.shape[:3], head_dim_v), dtype=q.dtype if pieces.rows_once else dtype, device=q.device)
         shape = q.shape[0], q.shape[2], q.shape[1]
         if pieces.rows_once:
-            if pieces.is_one(self.plan.own_rows):
-                (piece,) = self._arriving()
-                return out, ops.run(self.forward_call(piece), out)[1]
-            lse = q.new_full(shape, -torch.inf, dtype=dtype)
-            if sinks is not None:
-                lse.copy_(sinks.to(dtype)[None, :, None].expand_as(lse))
+            lse = q.new_empty(shape, dtype=dtype)
+            if not pieces.are_all_rows(self.plan.own_rows):
+                lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks.to(dtype)[None, :, None].expand_as(lse))
+            is_one = pieces.is_one(self.plan.own_rows)
             for piece in self._arriving():
                 rows = self._place(piece)
-                lse[:, :, rows] = ops.run(self.forward_call(piece), out[:, rows])[1]
+                found = ops.run(self.forward_call(piece), out[:, rows])[1]
+                if is_one:
+                    lse = found
+                else:
+                    lse[:, :, rows] = found
             return out, lse
         lse = q.new_full(shape, -torch.inf, dtype=dtype)
         written: Runs = ()
@@ -187,18 +224,24 @@ class Rows:
         is_one = pieces.is_one(self.plan.own_rows)
         allocate = torch.empty if pieces.rows_once and pieces.are_all_rows(self.plan.own_rows) else torch.zeros
         dq = allocate((0,) if is_one else q.shape, dtype=dtype, device=q.device)
-        gradients = KeyGradients(self.plan, self.keys.heads, (self.keys.k, self.keys.v))
+        k, v = self.keys.k, self.keys.v
+        like = (
+            k.new_empty((0, k.shape[0], k.shape[2] * k.shape[3])),
+            v.new_empty((0, v.shape[0], v.shape[2] * v.shape[3])),
+        )
+        gradients = KeyGradients(self.plan, k.shape[2], like)
         dsinks: list[Tensor] = []
         for piece in self._arriving():
             rows, call = self._place(piece), self.backward_call(piece)
             given = dout[:, rows], out[:, rows], lse[:, :, rows].contiguous(), None
-            dq_part, dk, dv, dsinks_part = ops.BACKWARD(*given, *call.arguments)
-            if is_one:
-                dq = dq_part
-            elif pieces.rows_once:
-                dq[:, rows] = dq_part
+            if pieces.rows_once and not is_one:
+                dk, dv, dsinks_part = backward_into(dq[:, rows], given, call)
             else:
-                dq[:, rows].add_(dq_part)
+                dq_part, dk, dv, dsinks_part = ops.BACKWARD(*given, *call.arguments)
+                if is_one:
+                    dq = dq_part
+                else:
+                    dq[:, rows].add_(dq_part)
             dsinks.append(dsinks_part)
             gradients.add(dk, dv)
         dk, dv = gradients.exchange()

@@ -119,9 +119,9 @@ class HoldKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan: Plan, k: Tensor, v: Tensor):
         ctx.plan = plan
-        keys = Keys.of(k, v, plan)
+        keys = Keys.of(k, v, plan, plan.held)
         keys.exchange(plan).wait()
-        return tuple(part.transpose(0, 1).unflatten(2, (k.shape[2], -1)).contiguous().clone() for part in keys[:2])
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in keys.whole())
 
     @staticmethod
     @once_differentiable

@@ -41,6 +41,34 @@ def whole_rows(runs: Runs, visible: Visible, mask: Mask) -> tuple[Piece, ...]:
     return tuple(piece for piece in found if piece)
 
 
+def by_arrival(runs: Runs, visible: Visible, mask: Mask) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """The pieces of `whole_rows` that need keys of their own run alone, and the others.
+
+    A run is cut where most of its rows see keys of the run alone, as with windows. Then these rows read k and v in
+    place while a few keys arrive for the others.
+    """
+    parts = [(part, run) for run in runs for part in (_parted(run, visible) if mask.prefix is None else [run])]
+    pieces = [(piece, run) for part, run in parts for piece in whole_rows((part,), visible, mask)]
+    inside = [run[0] <= piece.keys[0] and piece.keys[1] <= run[1] for piece, run in pieces]
+    own = tuple(piece for (piece, _), is_inside in zip(pieces, inside) if is_inside)
+    return own, tuple(piece for (piece, _), is_inside in zip(pieces, inside) if not is_inside)
+
+
+def _parted(run: Run, visible: Visible) -> list[Run]:
+    """A run cut into rows that see keys before it, rows that see keys of the run alone, and rows that see keys after
+    it. The whole run if those in the middle are under half of it.
+    """
+    first, stop = visible.first[slice(*run)], visible.stop[slice(*run)]
+    seeing = stop > 0
+    before = (seeing & (first < run[0])).nonzero()[:, 0]
+    after = (seeing & (stop > run[1])).nonzero()[:, 0]
+    begin = run[0] + int(before[-1]) + 1 if len(before) else run[0]
+    end = run[0] + int(after[0]) if len(after) else run[1]
+    if 2 * (end - begin) < run[1] - run[0]:
+        return [run]
+    return [part for part in ((run[0], begin), (begin, end), (end, run[1])) if part[0] < part[1]]
+
+
 def own_keys(runs: Runs, visible: Visible, mask: Mask) -> tuple[Piece, ...]:
     """The pieces of each run over its own keys. They need no key of another rank."""
     return tuple(piece for run in runs if (piece := _trimmed(run, run, visible, mask)))
@@ -93,7 +121,7 @@ def mask_of(piece: Piece, mask: Mask) -> Mask:
 class Pieces:
     """The calls of a rank, in the order in which they run."""
 
-    own: tuple[Piece, ...]  # need no key of another rank; empty unless keys are exchanged meanwhile
+    own: tuple[Piece, ...]  # need no key of another rank: they run while keys are exchanged
     rest: tuple[Piece, ...]
 
     @cached_property
@@ -121,4 +149,4 @@ class Pieces:
     def of(runs: Runs, visible: Visible, mask: Mask, own_first: bool) -> Pieces:
         if own_first:
             return Pieces(own_keys(runs, visible, mask), other_keys(runs, visible, mask))
-        return Pieces((), whole_rows(runs, visible, mask))
+        return Pieces(*by_arrival(runs, visible, mask))

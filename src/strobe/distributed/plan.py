@@ -174,6 +174,12 @@ class Plan:
         """The keys that this rank holds once keys have been exchanged."""
         return union((*self.groups[self.ranks.keys_rank], *self.needs[self.ranks.keys_rank]))
 
+    @cached_property
+    def buffered(self) -> Runs:
+        """The keys that this rank copies or receives into a buffer: those of pieces that need keys of other ranks."""
+        received = without(self.needs[self.ranks.keys_rank], self.own_rows)
+        return union((*(piece.keys for piece in self.pieces.rest), *received))
+
     def sent(self, source: int, target: int) -> Runs:
         """The keys that rank `source` of a `keys` group sends to rank `target`."""
         if source == target:
