@@ -7,7 +7,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.compat import test_transformers, test_transformers_masks, test_transformers_refusals
+from tests.compat import (
+    test_transformers,
+    test_transformers_dense_masks,
+    test_transformers_masks,
+    test_transformers_refusals,
+)
 
 ROWS = {
     "padding": [
@@ -47,13 +52,22 @@ ROWS = {
         test_transformers.test_a_decoding_step_compiles_once,
     ],
     "training": [test_transformers.test_a_step_of_training_through_the_flattening_collator],
-    "dropout": [test_transformers_refusals.test_dropout_is_refused_by_the_name_it_has_in_the_config],
+    "dropout": [
+        test_transformers_dense_masks.test_dropout_is_strobes,
+        test_transformers_dense_masks.test_a_model_drops_weights_while_it_trains_and_only_then,
+    ],
     "output_attentions": [test_transformers_refusals.test_weights_are_refused],
     "masks of your own": [
-        test_transformers_refusals.test_a_dense_mask_is_refused,
-        test_transformers_refusals.test_patterns_strobe_does_not_have_are_refused,
+        test_transformers_dense_masks.test_patterns_that_strobe_has_become_built_in_masks,
+        test_transformers_dense_masks.test_logits_are_those_of_eager_with_a_mask_of_ones_own,
+        test_transformers_dense_masks.test_patterns_of_a_mask_function_are_written_as_a_tensor,
+        test_transformers_refusals.test_a_mask_of_integers_is_refused,
     ],
-    "position bias, chosen keys": [test_transformers_refusals.test_arguments_that_are_not_served_are_refused],
+    "position bias": [
+        test_transformers_dense_masks.test_logits_and_gradients_of_t5_are_those_of_eager,
+        test_transformers_dense_masks.test_t5_generates_what_eager_does,
+    ],
+    "chosen keys": [test_transformers_refusals.test_arguments_that_are_not_served_are_refused],
     "layers strided in the last dimension": [
         test_transformers_refusals.test_rows_strided_in_the_last_dimension_are_copied
     ],

@@ -204,6 +204,21 @@ def test_a_block_mask_hides_what_its_lists_leave_out():
     assert seen[0].int().tolist() == [0, 0, 0, 0, 1, 0, 1, 0] and seen[5].int().tolist() == [1, 0] * 4
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 64, 64), (2, 1, 64, 64), (1, 4, 1, 64), (64, 64), (64,)])
+def test_a_tensor_of_bools_is_a_mask(shape):
+    seen = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.7
+    whole = seen.expand(2, 4, 64, 64)
+    formula = Functions(lambda s, *_: s, lambda b, h, q, k: whole[b, h, q, k])
+    mask = strobe.mask_mod(seen)
+    assert torch.equal(mask.dense(64, 64, batch=2, heads=4), whole)
+    q, k, v = _tensors(torch.float64)
+    found = strobe.attention(q, k, v, mask=mask, causal=True)
+    assert (found - dense(q, k, v, formula, builtin=strobe.causal())[0]).abs().max() < 1e-12
+    for wrong, words in ((seen.int(), r"mask_mod: got torch\.int32"), (whole[None], r"mask_mod: got shape \[1, 2, 4")):
+        with pytest.raises(strobe.InvalidProblem, match=words):
+            strobe.mask_mod(wrong)
+
+
 def test_objects_that_were_made_before_are_compiled_into_one_graph():
     table = torch.randn(4, 33, dtype=torch.float64, requires_grad=True)
     score = strobe.score_mod(lambda s, b, h, q, k: s + table[h, (q - k).clamp(-16, 16) + 16])

@@ -266,11 +266,14 @@ def mask_mod(function: Callable | Any) -> MaskMod:
 
     The mask combines with others by &, | and ~. b is the batch entry (the sequence of packed tensors), h the query
     head, q_idx and kv_idx the positions in the sequence, counted from 0, all int32. The function is traced at once;
-    tensors that it captures are read when attention runs. A BlockMask of torch's FlexAttention is taken, too.
+    tensors that it captures are read when attention runs. A BlockMask of torch's FlexAttention is taken, too, and a
+    bool tensor [B, H_q, S_q, S_k], of which any size may be 1 and leading dimensions may be left out.
     Raises UnsupportedProblem for a function that has no translation, naming the operation.
     """
     if hasattr(function, "kv_num_blocks") and hasattr(function, "mask_mod"):
         return MaskMod.from_block_mask(function)
+    if isinstance(function, Tensor):
+        return MaskMod(part=_from_tensor(function))
     checked = _checked(function, "mask_mod", 4)
     return MaskMod(part=_Function(checked, _Function(checked).bind()))
 
@@ -326,6 +329,26 @@ def _general(mask: Mask) -> BoundMask:
 
 
 GENERAL["mask"] = MaskMod.of
+
+
+def _from_tensor(seen: Tensor) -> _Part:
+    """bool [B, H_q, S_q, S_k], or its last dimensions."""
+    if seen.dtype != torch.bool:
+        raise InvalidProblem("mask_mod", seen.dtype, "torch.bool", "compare it, or add numbers by strobe.bias")
+    if not 1 <= seen.dim() <= 4:
+        got, expected = f"shape {list(seen.shape)}", "[B, H_q, S_q, S_k], or its last dimensions"
+        raise InvalidProblem("mask_mod", got, expected, "reshape or slice it")
+    ones = tuple([size == 1 for size in seen.shape])
+    batch = seen.shape[0] if seen.dim() == 4 and seen.shape[0] > 1 else None
+    return _Bound(BoundMask(_element(kind_of(seen.dtype), ones), (seen,)), batch)
+
+
+@lru_cache(maxsize=64)
+def _element(kind: str, ones: tuple[bool, ...]) -> Program:
+    """The element of a tensor at b, h, q and k, or at the last of them. ones: dimensions of size 1."""
+    p = Builder([Captured(kind, len(ones))])
+    names = ("b", "h", "q", "k")[4 - len(ones) :]
+    return p.program([p.load(0, [p.const(0) if one else p.input(name) for name, one in zip(names, ones)])])
 
 
 # ---------------------------------------------------------------- torch's BlockMask

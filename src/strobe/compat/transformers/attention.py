@@ -1,9 +1,9 @@
 """The attention function that transformers calls in each layer. It reads grouped heads and cached keys in place,
 without copies.
 
-The mask comes from one of three sources: the mask function (`masks`), the offsets of packed sequences (cu_seq_lens;
-faster), or position_ids that restart, for models that do not pass them to the mask function. The host synchronises with
-the device at most once per forward, because the result of reading position_ids is cached.
+The mask comes from one of four sources: the mask function (`masks`), the offsets of packed sequences (cu_seq_lens;
+faster), position_ids that restart, for models that do not pass them to the mask function, or a mask of the user's own
+with four dimensions (`dense_masks`). What is read from the device is cached for all layers of a forward.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import strobe
 from ...errors import InvalidProblem, UnsupportedProblem, describe
 from ..signatures import rows_contiguous
 from .context import active_plan, mask_of_plan
+from .dense_masks import Sizes, dense_mask, is_dense
 from .layer_mask import SDPA, Band, LayerMask
 
 
@@ -39,36 +40,62 @@ def attention(
     """Attention of one layer: query [B, H_q, S_q, D], key [B, H_kv, S_k, D] and value [B, H_kv, S_k, D_v] give ([B,
     S_q, H_q, D_v], None).
 
-    attention_mask is the result of the mask function (`masks.mask`), or None. Raises UnsupportedProblem for unsupported
-    keywords.
+    attention_mask is the result of the mask function (`masks.mask`), a mask [B, H, S_q, S_k] of bools or of numbers
+    that are added to scores, or None. position_bias [B, H_q, S_q, S_k] is added to scores, too; any of its sizes may be
+    1, and it gets gradients. dropout drops weights by strobe's random numbers, which are not PyTorch's. Raises
+    UnsupportedProblem for unsupported keywords.
     """
-    _refuse(module, keywords)
+    _refuse(keywords)
     if isinstance(keywords.get("cache"), PagedAttentionCache):  # continuous batching: the keys of all sequences, packed
         key, value = keywords["cache"].update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords
         )
     q, k, v = (rows_contiguous(t.transpose(1, 2)) for t in (query, key, value))
+    options = {
+        "scale": scaling,
+        "softcap": keywords.get("softcap") or None,
+        "sinks": keywords.get("s_aux"),
+        "dropout_p": keywords.get("dropout") or 0.0,
+    }
+    if attention_mask is not None and is_dense(attention_mask):
+        return _dense(attention_mask, (q, k, v), keywords, options), None
     if attention_mask is None:
         layer_mask = _told(module, k.shape[1], keywords)
     else:
         layer_mask = LayerMask.from_tensor(attention_mask, q.shape[0], q.shape[1], k.shape[1])
-    causal, window = _band(module, layer_mask.band, attention_mask is not None, keywords)
-    options = {
-        "causal": causal,
-        "window": window,
-        "scale": scaling,
-        "softcap": keywords.get("softcap") or None,
-        "sinks": keywords.get("s_aux"),
-    }
+    options["causal"], options["window"] = _band(module, layer_mask.band, attention_mask is not None, keywords)
     plan = active_plan()
     if plan is not None:
+        _refuse_biases(keywords, "context_parallel")
         return strobe.attention(q, k, v, mask=mask_of_plan(plan), context_parallel=plan, **options), None
     packing = _packing(layer_mask, q, k, keywords)
     if isinstance(packing, Offsets):
+        _refuse_biases(keywords, "cu_seq_lens_q")
         return strobe.attention_varlen(q[0], k[0], v[0], **packing._asdict(), **options)[None], None
     if layer_mask.seqlen_k < k.shape[1]:  # the cache is not full
         k, v = k[:, : layer_mask.seqlen_k], v[:, : layer_mask.seqlen_k]
+    if keywords.get("position_bias") is not None:
+        options["score_mod"] = strobe.bias(keywords["position_bias"])
     return strobe.attention(q, k, v, mask=packing, **options), None
+
+
+def _dense(
+    attention_mask: Tensor, qkv: tuple[Tensor, Tensor, Tensor], keywords: dict[str, Any], options: dict[str, Any]
+) -> Tensor:
+    """Attention under a mask [B, H, S_q, S_k], beside a position_bias."""
+    if active_plan() is not None:
+        got, expected = "a mask [B, H, S_q, S_k]", "None under context_parallel"
+        raise UnsupportedProblem(describe("attention_mask", got, expected, "give the plan a mask"))
+    if keywords.get("cu_seq_lens_q") is not None:
+        got, expected = "offsets beside a mask [B, H, S_q, S_k]", "one of them"
+        raise InvalidProblem("cu_seq_lens_q", got, expected, "leave attention_mask out of packed batches")
+    q, k, _ = qkv
+    found = dense_mask(attention_mask, Sizes(q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    biases = [one for one in (keywords.get("position_bias"), found.bias) if one is not None]
+    if len(biases) == 2:
+        biases = [biases[0][..., : k.shape[1]] + biases[1]]
+    score_mod = strobe.bias(biases[0]) if biases else None
+    return strobe.attention(*qkv, window=found.window, mask=found.mask, score_mod=score_mod, **options)
 
 
 # ---------------------------------------------------------------- the band
@@ -211,9 +238,7 @@ def _starts(positions: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------- unsupported keywords
 
-_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout", "dropout")
 _UNSERVED = {
-    "position_bias": "strobe adds no bias to scores; " + SDPA,
     "indices": "strobe picks no keys by index; " + SDPA,
     "block_indices": "strobe picks no keys by index; " + SDPA,
     "sinks": "strobe's sinks are one number a head, s_aux; " + SDPA,
@@ -222,20 +247,14 @@ _UNSERVED = {
 }
 
 
-def _refuse(module: nn.Module, keywords: dict[str, Any]) -> None:
+def _refuse_biases(keywords: dict[str, Any], beside: str) -> None:
+    """A position_bias counts positions of one sequence that is here as a whole."""
+    if keywords.get("position_bias") is not None:
+        raise UnsupportedProblem(describe("position_bias", f"one beside {beside}", "None", SDPA))
+
+
+def _refuse(keywords: dict[str, Any]) -> None:
     """Raise UnsupportedProblem for keywords that would change the result and that strobe does not support."""
-    dropout = keywords.get("dropout") or 0.0
-    if dropout:
-        config = getattr(module, "config", None)
-        entry = next((name for name in _DROPOUTS if getattr(config, name, None) == dropout), "the attention dropout")
-        raise UnsupportedProblem(
-            describe(
-                "dropout",
-                dropout,
-                "0.0",
-                f"strobe drops no weights; set config.{entry} = 0.0 before making the model, or call model.eval()",
-            )
-        )
     if keywords.get("output_attentions"):
         remedy = 'strobe never holds the weights; attn_implementation="eager" does'
         raise UnsupportedProblem(describe("output_attentions", True, "False", remedy))

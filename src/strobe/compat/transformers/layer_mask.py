@@ -64,7 +64,7 @@ class LayerMask(NamedTuple):
         ours = isinstance(tensor, Tensor) and tensor.dtype == torch.int32 and tensor.dim() == 4
         if not ours or not 1 <= tensor.shape[0] <= 8 or tensor.shape[1] not in (0, 4):
             got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            remedy = "give the model a 2-D padding mask, position_ids or cu_seq_lens; for a mask of your own " + SDPA
+            remedy = "give the model a 2-D padding mask, or a mask [B, H, S_q, S_k] of bools or of floats"
             raise UnsupportedProblem(describe("attention_mask", got, "what strobe's mask function made", remedy))
         keys = tensor.shape[3] - seqlen_q
         if tensor.shape[2] != batch or not 0 <= keys <= seqlen_k:

@@ -6,7 +6,7 @@ the sequence.
 * Packed sequences and chunks become documents. A call of the mask function tells whether each position sees the key
   before it.
 * A single row may have any pattern, because one dense row can be written as documents.
-* Any other pattern raises UnsupportedProblem with an alternative.
+* Any other pattern becomes transformers' own bool tensor [B, 1, S_q, S_k], which `dense_masks` reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def mask(
     mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, **rest: Any,
 ) -> Tensor | None:  # fmt: skip
     """transformers calls this once per forward for each kind of layer. Returns an encoded
-    LayerMask, whose sizes carry the band and the layer's kind: see `LayerMask.to_tensor`.
+    LayerMask, whose sizes carry the band and the layer's kind: see `LayerMask.to_tensor`. A pattern that no LayerMask
+    has is returned as bool [B, 1, S_q, S_k].
 
     Returns None if the layer's is_causal describes the mask completely and the config has no sliding window."""
     pattern = _Pattern.of(mask_function, rest)
@@ -42,6 +43,8 @@ def mask(
         return planned_mask(pattern.band, pattern.chunked, attention_mask, sizes).to_tensor(
             batch_size, q_length, asked.device
         )
+    if pattern.band is None and q_length > 1:
+        return _written(asked, rest)  # a tensor for `dense_masks`
     layer_mask = _row(asked, rest) if q_length == 1 and not asked.aligned(pattern) else _rows(asked, pattern)
     plain = (
         layer_mask.hidden is None
@@ -123,31 +126,27 @@ class _Asked(NamedTuple):
         return None if padding is None else padding[:, self.kv_offset : self.kv_offset + self.seqlen_k].bool()
 
 
+def _written(asked: _Asked, rest: dict[str, Any]) -> Tensor:
+    """The mask as bool [B, 1, S_q, S_k]. Reads nothing from the device."""
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    # transformers itself passes tensors as q_offset, too
+    sizes = asked.batch, asked.seqlen_q, asked.seqlen_k, cast("int", asked.q_offset), asked.kv_offset
+    written = sdpa_mask(*sizes, asked.function, asked.attention_mask, **{**rest, **skips})
+    if written is None:
+        raise UnsupportedProblem(describe("attention_mask", "none", "a mask as a tensor", SDPA))
+    return written
+
+
 def _row(asked: _Asked, rest: dict[str, Any]) -> LayerMask:
     """The LayerMask of one query row with any pattern: the dense row, written as documents. Reads nothing from the
     device.
     """
-    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    sizes = (
-        asked.batch,
-        1,
-        asked.seqlen_k,
-        cast("int", asked.q_offset),
-        asked.kv_offset,
-    )  # transformers itself passes tensors too
-    written = sdpa_mask(*sizes, asked.function, asked.attention_mask, **{**rest, **skips})
-    if written is None:
-        raise UnsupportedProblem(describe("attention_mask", "none", "a row of the mask", SDPA))
-    ids_k = written[:, 0, 0].to(torch.int32) - 1
+    ids_k = _written(asked, rest)[:, 0, 0].to(torch.int32) - 1
     return LayerMask(Band.FULL, asked.seqlen_k, documents(torch.zeros_like(ids_k[:, :1]), ids_k), True)
 
 
 def _rows(asked: _Asked, pattern: _Pattern) -> LayerMask:
-    band = pattern.band
-    if band is None:
-        got = f"{getattr(asked.function, '__name__', 'a function')} of masks over {asked.seqlen_q} rows"
-        expected = "causal, bidirectional, sliding or chunked attention, packed or padded"
-        raise UnsupportedProblem(describe("mask function", got, expected, "strobe has no such mask; " + SDPA))
+    band = cast("Band", pattern.band)
     seqlen_k = asked.seqlen_k if band == Band.FULL else _reach(asked, band)
     rest = asked._replace(seqlen_k=seqlen_k)
     seen = rest.seen()
@@ -157,7 +156,7 @@ def _rows(asked: _Asked, pattern: _Pattern) -> LayerMask:
         seen = seen if bool(hides) else None
     ids = _runs(rest) if pattern.runs else None
     final = asked.attention_mask is not None or (pattern.chunked and ids is not None)
-    return LayerMask(band, seqlen_k, _hidden(asked.seqlen_q, ids, seen), final)
+    return LayerMask(band, seqlen_k, hidden_mask(asked.seqlen_q, ids, seen), final)
 
 
 def _reach(asked: _Asked, band: Band) -> int:
@@ -187,7 +186,7 @@ def _runs(asked: _Asked) -> Tensor | None:
     return torch.nn.functional.pad(apart.cumsum(1), (1, 0)).to(torch.int32)
 
 
-def _hidden(seqlen_q: int, ids: Tensor | None, seen: Tensor | None) -> Mask | None:
+def hidden_mask(seqlen_q: int, ids: Tensor | None, seen: Tensor | None) -> Mask | None:
     """The documents mask of document ids and a padding mask. Padding hides keys from all rows, padded rows included.
 
     A row has the document id of the key at its own position."""
