@@ -14,7 +14,7 @@ import torch
 
 from strobe.kernels.device.dialect import TensorDescriptor
 from strobe.sim import SimulationFault
-from strobe.sim.campaign import campaign, explain, summary, survivors
+from strobe.sim.campaign import Campaign, campaign, explain, summary, survivors
 from strobe.sim.mutate import MODULE, PROBE, mutants
 from strobe.sim.scene import Scene, SceneError, argument, load, module_name, replaced, tensors
 
@@ -445,6 +445,18 @@ def test_a_campaign_in_short_stops_at_the_first_who_notices():
     assert [list(v.said) for v in verdicts if v.noticed] == [["happens-before"]] * 7
     assert [v.said for v in verdicts if not v.noticed] == [{"happens-before": "", "schedules": ""}] * 2
     assert told == [(n + 1, 9) for n in range(9)]
+
+
+def test_a_mutant_is_run_only_if_its_call_may_be_reached(tmp_path):
+    """A constant branch that is never taken has no mutants, and neither has a function that is not entered."""
+    file = tmp_path / "branching.py"
+    dead = "    if x_desc.block_shape[0] == 8:\n        mbarrier.wait(\n            ready, 1\n        )\n"
+    text = DOUBLING.read_text().replace("    tma_store_wait(0)\n", f"{dead}    tma_store_wait(0)\n", 1)
+    file.write_text(text)
+    alone, branching = (Campaign(Scene(f"{path}::double", TILE), "sm_90").baseline() for path in (DOUBLING, file))
+    assert len(branching.candidates) == len(alone.candidates) == 8 and alone.sources != branching.sources
+    assert len(mutants(text)) == len(mutants(DOUBLING.read_text())) + 2
+    del sys.modules["branching"]
 
 
 def test_survivors_are_numbered_among_equal_lines(tmp_path):

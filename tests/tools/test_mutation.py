@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from strobe.errors import InvalidProblem
 from strobe.sim import simulate
-from tools.proof import mutate
+from tools.proof import mutate, mutation_workers
 from tools.proof.mutate import RESULTS, SUITES, Suite, main, merged, read, score, table
 from tools.proof.pages import fill
 
@@ -41,7 +41,7 @@ def test_survivors_are_those_of_the_ledger(suite, scene):
     )
     same = ("mutants", "noticed", "explained", "target", "file")
     assert {name: row[name] for name in same} == {name: recorded[name] for name in same}, (
-        "python -m tools.proof.mutate records it anew"
+        "python -m tools.proof.mutate --stale records it anew"
     )
 
 
@@ -132,6 +132,10 @@ def small(tmp_path, monkeypatch):
 
     def run(reasons: dict, *arguments: str) -> tuple[int, list[dict]]:
         ledger.write_text(json.dumps(reasons))
+        if not {"--resume", "--from-journal", "--journal"} & {*arguments}:
+            arguments = (*arguments, "--journal", str(tmp_path / "journal.jsonl"))
+        if "--jobs" not in arguments:
+            arguments = (*arguments, "--jobs", "1")
         return main(["--scenes", str(scenes), "--results", str(results), *arguments]), read(results)
 
     yield run
@@ -185,6 +189,75 @@ def test_a_kernel_with_faults_has_no_score(small, tmp_path, capsys):
     assert (code, rows) == (1, []) and "plain has faults before anything is changed" in capsys.readouterr().out
 
 
+VERDICTS = ("scene", "target", "mutants", "plain run", "schedules", "happens-before", "noticed", "explained", "sources")
+
+
+def verdicts(rows: list[dict]) -> list[tuple]:
+    return [tuple(row[name] for name in VERDICTS) for row in rows]
+
+
+def journal_lines(path: Path) -> set[str]:
+    """The verdicts in a journal, without their times."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {json.dumps({name: value for name, value in line.items() if name != "seconds"}) for line in lines}
+
+
+def test_rows_are_the_same_for_any_number_of_processes(small, tmp_path):
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    code, alone = small(reasons(1, 2), "--journal", str(one))
+    assert code == 0 and {row["sources"] for row in alone} and all(len(row["sources"]) == 16 for row in alone)
+    code, together = small(reasons(1, 2), "--journal", str(two), "--jobs", "2")
+    assert code == 0 and verdicts(together) == verdicts(alone) and journal_lines(two) == journal_lines(one)
+
+
+def test_an_interrupted_run_goes_on_where_it_ended(small, tmp_path, monkeypatch, capsys):
+    journal = tmp_path / "interrupted.jsonl"
+    judged = []
+    unbroken = mutation_workers.run_mutant
+
+    def until_the_fourth(*arguments):
+        judged.append(arguments)
+        if len(judged) == 4:
+            raise KeyboardInterrupt
+        return unbroken(*arguments)
+
+    monkeypatch.setattr(mutation_workers, "run_mutant", until_the_fourth)
+    code, rows = small(reasons(1, 2), "--journal", str(journal))
+    assert code == 1 and rows == [] and len(judged) == 4
+    assert f"not measured for these sources: plain, careful; --resume {journal} goes on" in capsys.readouterr().out
+    journal.write_text(journal.read_text() + '{"scenes": "cut o')
+
+    code, rows = small(reasons(1, 2), "--from-journal", str(journal))
+    assert (code, rows) == (1, []) and len(judged) == 4, "rows are of whole scenes"
+    code, rows = small(reasons(1, 2), "--resume", str(journal))
+    assert code == 0 and [row["mutants"] for row in rows] == [8, 9] and len(judged) == 4 + 17 - 3
+    code, again = small(reasons(1, 2), "--from-journal", str(journal))
+    assert code == 0 and again == rows and len(judged) == 4 + 17 - 3
+
+
+def test_a_verdict_counts_for_its_sources_only(small, tmp_path, capsys):
+    journal, file = tmp_path / "journal.jsonl", tmp_path / "mutated_doubling.py"
+    plain = small(reasons(1, 2))[1][0]
+    capsys.readouterr()
+    assert small(reasons(1, 2), "--stale")[0] == 0 and "\n0 scenes" in "\n" + capsys.readouterr().out
+
+    file.write_text(file.read_text().replace("    mbarrier.wait(ready, 0)\n", "    mbarrier.wait(ready, 0)  # TMA\n"))
+    for name in ("mutated_doubling", "small_scenes"):
+        sys.modules.pop(name, None)
+    small(reasons(1, 2), "--from-journal", str(journal))
+    assert "not measured for these sources: plain" in capsys.readouterr().out
+    code, (new, _) = small(reasons(1, 2), "--stale")
+    assert code == 0 and new["sources"] != plain["sources"] and new["mutants"] == plain["mutants"]
+
+
+def test_a_run_without_end_counts_as_noticed(small, tmp_path):
+    """Some kernels need more time than a run may take, so that nothing but the limit notices."""
+    _, rows = small(reasons(), "--scene", "plain", "--max-seconds", "0", "--journal", str(tmp_path / "j.jsonl"))
+    lines = [json.loads(line) for line in (tmp_path / "j.jsonl").read_text().splitlines()][1:]
+    assert [row["noticed"] for row in rows] == [8]
+    assert {finding for line in lines for finding in line["said"].values()} == {"time limit"}
+
+
 def test_a_page_gets_the_table_of_all_results(small, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
@@ -216,6 +289,8 @@ def test_new_rows_take_the_place_of_old_ones():
         (["--scenes", "none.py"], "a Python file with SCENES"),
         (["--ledger", "x.json"], "give --scenes too"),
         (["--scene", "", "--table", "none.md"], "a page with one line"),
+        (["--resume", "none.jsonl"], "--resume: got none.jsonl, expected the journal of a run"),
+        (["--from-journal", "none.jsonl"], "--from-journal: got none.jsonl"),
     ],
 )
 def test_what_cannot_be_carried_out(arguments, words, tmp_path, monkeypatch, capsys):

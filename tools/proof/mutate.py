@@ -5,7 +5,12 @@ A mutant that no detector notices needs a reason in a JSON file of survivors ("l
 
     python -m tools.proof.mutate --scene 'hopper_*'                      some scenes; writes results/mutation.jsonl
     python -m tools.proof.mutate --table docs/simulator_checks.md        all scenes, and the page's table
+    python -m tools.proof.mutate --stale                                 scenes whose kernels changed since their row
     python -m tools.proof.mutate --scenes FILE --ledger FILE             the scenes of another file
+    python -m tools.proof.mutate --resume mutants.jsonl                  go on after an interrupt
+    python -m tools.proof.mutate --from-journal mutants.jsonl            rows of what another machine measured
+
+Mutants run in `--jobs` processes. Each verdict goes to a journal at once (`mutation_workers`).
 
 A scenes file defines `SCENES`. A scene has a name, a target, a function that returns the outputs, the file to mutate
 (or a pattern of files), and whether floating-point atomic adds must be ordered.
@@ -15,48 +20,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from strobe.errors import InvalidProblem
-from strobe.sim import Checks
-from strobe.sim.campaign import DETECTORS, Verdict, campaign, explain, timed
+from strobe.sim.campaign import DETECTORS, MAX_SECONDS, campaign, explain, timed
 from strobe.sim.report import SimulationFault
-from strobe.sim.scene import Scene, SceneError, load
+from strobe.sim.scene import SceneError
 
+from .mutation_workers import Journal, Measured, Runner, Suite
 from .pages import fill
 from .provenance import circumstances
 from .record import add_results
 
 RESULTS = Path("results/mutation.jsonl")
+JOURNAL = Path("results/mutation_journal.jsonl")  # deleted at the end of a run that measured all
 _NAMES = [name for name, *_ in DETECTORS]
-
-
-class Suite(NamedTuple):
-    """A file of scenes, and the JSON file with the reasons for surviving mutants."""
-
-    scenes: Path
-    ledger: Path
-
-    def all(self) -> tuple[Any, ...]:
-        if not self.scenes.is_file():
-            raise InvalidProblem(
-                "--scenes", self.scenes, "a Python file with SCENES", "run this at the root of the repository"
-            )
-        return load(self.scenes.resolve()).SCENES
-
-    def key(self, scene: Any) -> str:
-        """A scene's name in the ledger, as for `strobe sim`: FILE::NAME."""
-        return f"{self.scenes.name}::{scene.name}"
-
-    def strays(self) -> list[str]:
-        """A message for each name in the ledger without a scene."""
-        names = {self.key(scene) for scene in self.all()}
-        known = json.loads(self.ledger.read_text()) if self.ledger.exists() else {}
-        return [f"{name}: in the ledger, but no scene" for name in known if name not in names]
 
 
 SUITES = (
@@ -68,42 +51,37 @@ SUITES = (
 )
 
 
-Progress = Callable[[int, int], None]  # called with (mutants done, mutants in total)
-
-
-def score(
-    suite: Suite, scene: Any, all_detectors: bool = True, progress: Progress = lambda done, total: None
-) -> tuple[dict, list[str]]:
+def score(suite: Suite, scene: Any, all_detectors: bool = True) -> tuple[dict, list[str]]:
     """A scene's row, and messages for survivors without a reason and reasons without a survivor."""
-    files = sorted(suite.scenes.resolve().parent.glob(scene.file))
-    if not files:
-        raise InvalidProblem(
-            "file",
-            repr(scene.file),
-            "a file's place from the scenes' on, or a pattern of files",
-            f"correct it in {scene.name}",
-        )
-    launched = Scene(f"{suite.scenes}::{scene.name}", [])
+    run = suite.campaign(scene, all_detectors)
     try:
-        checks = Checks(read_fences=scene.read_fences, atomic_order=scene.ordered)
-        verdicts, seconds = timed(lambda: campaign(launched, scene.target, files, all_detectors, progress, checks))
+        verdicts, seconds = timed(lambda: campaign(run.scene, run.target, run.files, all_detectors, checks=run.checks))
     except SimulationFault as fault:
-        return {}, [f"{scene.name} has faults before anything is changed: {fault}"]
+        return {}, [_faulty(scene, fault)]
+    return scored(Measured(suite, scene, verdicts, seconds))
+
+
+def scored(found: Measured) -> tuple[dict, list[str]]:
+    """The row of a measured scene, and messages for survivors without a reason and reasons without a survivor."""
+    suite, scene, verdicts = found.suite, found.scene, found.verdicts
+    if found.fault:
+        return {}, [_faulty(scene, found.fault)]
     unexplained, stale = explain(verdicts, suite.key(scene), suite.ledger)
     faults = [f"{scene.name}: survives without a reason in the ledger: {name}" for name in unexplained]
     faults += [f"{scene.name}: in the ledger, but noticed or gone: {name}" for name in stale]
-    return _row(suite, scene, verdicts, len(unexplained), seconds), faults
-
-
-def _row(suite: Suite, scene: Any, verdicts: list[Verdict], unexplained: int, seconds: float) -> dict:
     noticed = sum(verdict.noticed for verdict in verdicts)
     counts = {name: sum(bool(verdict.said.get(name)) for verdict in verdicts) for name in _NAMES}
-    return {
+    row = {
         "scenes": str(suite.scenes), "scene": scene.name, "target": scene.target, "file": scene.file,
-        "mutants": len(verdicts), **counts,
-        "noticed": noticed, "explained": len(verdicts) - noticed - unexplained, "seconds": round(seconds, 1),
-        **circumstances(),
+        "mutants": len(verdicts), **counts, "noticed": noticed,
+        "explained": len(verdicts) - noticed - len(unexplained), "seconds": round(found.seconds, 1),
+        "sources": found.sources, **(found.circumstances or circumstances()),
     }  # fmt: skip
+    return row, faults
+
+
+def _faulty(scene: Any, fault: object) -> str:
+    return f"{scene.name} has faults before anything is changed: {fault}"
 
 
 # ---------------------------------------------------------------- results and the page
@@ -113,10 +91,12 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def merged(old: Sequence[dict], new: Sequence[dict]) -> list[dict]:
-    """All rows, one for each scene; a new row replaces the old one of the same scene. Rows of new scenes come last."""
-    key = lambda row: (row["scenes"], row["scene"])
-    return list({key(row): row for row in [*old, *new]}.values())
+def merged(old: Sequence[dict], new: Sequence[dict], order: Sequence[tuple[str, str]] = ()) -> list[dict]:
+    """All rows, one for each scene; a new row replaces the old one of the same scene. order: (file, scene) of each
+    scene. Rows of other scenes come last.
+    """
+    rows = {(row["scenes"], row["scene"]): row for row in [*old, *new]}
+    return [rows[key] for key in order if key in rows] + [row for key, row in rows.items() if key not in order]
 
 
 _COLUMNS = ["mutants", *_NAMES, "noticed", "explained"]
@@ -153,6 +133,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ledger", type=Path, metavar="FILE", help="JSON that explains survivors (survivors.json beside the scenes)"
     )
+    parser.add_argument("--stale", action="store_true", help="measure only scenes whose row is of other sources")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="worker processes (one a core)"
+    )
+    parser.add_argument(
+        "--max-seconds", type=float, default=MAX_SECONDS, metavar="S",
+        help=f"limit for one run of a mutant, which then counts as noticed ({MAX_SECONDS:.0f})",
+    )  # fmt: skip
+    journals = parser.add_mutually_exclusive_group()
+    journals.add_argument(
+        "--journal", type=Path, default=JOURNAL, metavar="FILE", help=f"verdicts go there at once ({JOURNAL})"
+    )
+    journals.add_argument("--resume", type=Path, metavar="FILE", help="go on with the journal of an interrupted run")
+    journals.add_argument("--from-journal", type=Path, metavar="FILE", help="only make rows of what a journal holds")
     add_results(parser, RESULTS)
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="a page whose table is written anew from all results"
@@ -174,33 +168,56 @@ def _run(a: argparse.Namespace) -> int:
         raise InvalidProblem(
             "--scene", repr(a.scene), f"a pattern of {names}", "quote it, so that the shell leaves it alone"
         )
-    scored = list(_scored(chosen))
-    found = [row for row, _ in scored if row]
-    faults = [fault for _, faults in scored for fault in faults] + [
+    journal = _journal(a)
+    found = _measure(a, chosen, journal)
+    whole = [scored(one) for one in found if not one.missing]
+    rows = [row for row, _ in whole if row]
+    faults = [fault for _, faults in whole for fault in faults] + [
         stray for suite in suites for stray in suite.strays()
     ]
-    everything = merged(read(a.results), found)
+    order = [(str(suite.scenes), scene.name) for suite in suites for scene in suite.all()]
+    everything = merged(read(a.results), rows, order)
     a.results.write_text("".join(json.dumps(row) + "\n" for row in everything))
     if a.table:
         fill(a.table, "mutation", table(everything))
-    if found:
-        _show(found)
-    print("\n".join([*faults, f"{len(scored)} scenes, {len(faults)} faults"]))
-    return 1 if faults else 0
+    if rows:
+        _show(rows)
+    missing = [one.scene.name for one in found if one.missing]
+    if missing:
+        print(f"not measured for these sources: {', '.join(missing)}; --resume {journal.path} goes on")
+    elif journal.path == JOURNAL:
+        journal.path.unlink(missing_ok=True)
+    print("\n".join([*faults, f"{len(whole)} scenes, {len(faults)} faults"]))
+    return 1 if faults or missing else 0
 
 
-def _scored(chosen: Sequence[tuple[Suite, Any]]) -> Iterator[tuple[dict, list[str]]]:
-    """The score of each scene, with a progress bar on a terminal."""
+def _journal(a: argparse.Namespace) -> Journal:
+    """The journal to append to, with what is known already."""
+    journal = Journal(a.from_journal or a.resume or a.journal)
+    if journal.path.is_file() and (a.from_journal or a.resume):
+        journal.load()
+    elif a.from_journal or a.resume:
+        raise InvalidProblem(
+            "--from-journal" if a.from_journal else "--resume", journal.path, "the journal of a run", "name its file"
+        )
+    return journal
+
+
+def _measure(a: argparse.Namespace, chosen: Sequence[tuple[Suite, Any]], journal: Journal) -> list[Measured]:
+    """The verdicts of each scene, with a progress bar on a terminal."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        for suite, scene in chosen:
-            task = bar.add_task(scene.name, total=None)
-            yield score(
-                suite, scene, progress=lambda done, total, task=task: bar.update(task, completed=done, total=total)
-            )
-            bar.remove_task(task)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("mutants", total=None)
+
+        def update(done: int, total: int, scenes: int, of_all: int) -> None:
+            bar.update(task, completed=done, total=total or None, description=f"{scenes} of {of_all} scenes, mutants")
+
+        runner = Runner(journal, a.jobs, measure=not a.from_journal, max_seconds=a.max_seconds, progress=update)
+        current = {(row["scenes"], row["scene"]): row.get("sources") for row in read(a.results)} if a.stale else {}
+        return runner.run(chosen, current)
 
 
 def _show(rows: Sequence[dict]) -> None:

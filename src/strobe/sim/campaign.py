@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from .checks import USUAL, Checks
 from .host import answers, capability_of
-from .launch import simulate
+from .launch import Run, simulate
 from .mutate import MODULE, Mutant, mutants
-from .scene import FAILURES, Scene, replaced
+from .scene import FAILURES, Scene, load, replaced
 
 MAX_STEPS = 50_000  # limit for a mutant's run, so that a livelock ends
+MAX_SECONDS = 120.0  # the same, for runs whose steps are slow; far above what the slowest scene takes
+TIME_LIMIT = "time limit"  # what a detector says of a run that took longer
 BLIND = Checks(happens_before=False)
 TOLERANCE = 2e-2  # relative to the largest output: far above rounding, far below the error of a wrong tile
 # detectors: (name, [(mode, seed)], whether happens-before is checked)
@@ -28,6 +33,7 @@ DETECTORS = (
     ("schedules", [("lazy", 0), ("pct", 0), ("pct", 1), ("pct", 2), ("random", 0)], False),
     ("happens-before", [("eager", 0)], True),
 )
+PLAIN, SCHEDULES, HAPPENS_BEFORE = DETECTORS
 
 
 @dataclass
@@ -42,6 +48,114 @@ class Verdict:
         return any(self.said.values())
 
 
+@dataclass
+class Baseline:
+    """The unchanged kernel of a scene.
+
+    Attributes:
+        expected: the scene's outputs.
+        entered: the jit functions that ran, as (file, name).
+        lines: (file, line) of each call that ran under any schedule.
+        sources: a hash of the sources of the functions that ran and of the candidates.
+        candidates: (file, index of the mutant among `mutants` of that file) of each mutant that may be reached.
+    """
+
+    expected: list[torch.Tensor]
+    entered: set[tuple[Path, str]] = field(default_factory=set)
+    lines: set[tuple[str, int]] = field(default_factory=set)
+    sources: str = ""
+    candidates: list[tuple[Path, int]] = field(default_factory=list)
+
+
+@dataclass
+class Campaign:
+    """A scene whose mutants are run.
+
+    Attributes:
+        scene: what is called.
+        target: the GPU.
+        files: the source files to mutate; the scene's own file by default.
+        checks: what the happens-before detector looks for.
+        all_detectors: run every detector on every mutant; otherwise stop at the first that notices.
+        max_seconds: limit for one run of a mutant.
+    """
+
+    scene: Scene
+    target: str
+    files: list[Path] | None = None
+    checks: Checks = USUAL
+    all_detectors: bool = False
+    max_seconds: float = MAX_SECONDS
+
+    def baseline(self) -> Baseline:
+        """Run the unchanged kernel under every schedule that its mutants run under.
+
+        Raises SimulationFault if the unchanged kernel has findings.
+        """
+        lines: set[tuple[str, int]] = set()
+        functions: dict[int, Any] = {}
+        expected: list[torch.Tensor] = []
+        for mode, seed, checks in [("eager", 0, self.checks), *((*how, BLIND) for how in SCHEDULES[1])]:
+            with simulate(self.target, mode, seed, checks=checks) as run:
+                run.machine.lines = lines
+                outputs = [tensor.clone() for tensor in self.scene()]
+            expected = expected or outputs
+            functions |= run.machine.entered
+        files = [path.resolve() for path in self.files or [self.scene.path]]
+        entered = {
+            (Path(code.co_filename).resolve(), code.co_name) for code in (fn.fn.__code__ for fn in functions.values())
+        }
+        found = Baseline(expected, entered, {(str(Path(file).resolve()), line) for file, line in lines})
+        reached = [
+            (file, number, mutant)
+            for file in files
+            for number, mutant in enumerate(mutants(file.read_text()))
+            if _may_be_reached(file, mutant, found)
+        ]
+        found.candidates = [(file, number) for file, number, _ in reached]
+        found.sources = self._hash_of(functions, expected, [mutant for *_, mutant in reached])
+        return found
+
+    def verdict(self, baseline: Baseline, file: Path, mutant: Mutant, folder: Path) -> Verdict | None:
+        """What the detectors say of a mutant, or None if the scene does not execute the mutated statement."""
+        # a file may ask for the device's properties when it is imported
+        with answers(capability_of(self.target), sms=4):
+            with replaced(file, mutant.source, folder / "mutant", self.scene.path) as module:
+                said = self._said(lambda *how: self._run(module, baseline.expected, *how))
+            if any(said.values()) or _reached(self.scene, file, mutant, self.target, folder / "probe"):
+                return Verdict(mutant, said)
+        return None
+
+    def _hash_of(self, functions: dict[int, Any], outputs: list[torch.Tensor], changes: list[Mutant]) -> str:
+        """A hash of the jit functions that ran but Triton's, of the scene's function, and of what is changed."""
+        ours = [fn for fn in functions.values() if fn.__module__.partition(".")[0] != "triton"]
+        texts = sorted({f"{fn.__module__}.{fn.fn.__qualname__}\n{''.join(fn.raw_src)}" for fn in ours})
+        function = getattr(load(self.scene.path), self.scene.function)
+        texts += [inspect.getsource(getattr(function, "fn", function)), *(str(list(t.shape)) for t in outputs)]
+        texts += [f"{mutant.function} {mutant.kind} {mutant.text}" for mutant in changes]
+        return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+    def _said(self, finds: Callable[[str, int, Checks], str]) -> dict[str, str]:
+        said: dict[str, str] = {}
+        for name, runs, ordered in (HAPPENS_BEFORE, SCHEDULES, PLAIN):
+            if name == PLAIN[0] and (not self.all_detectors or not said[HAPPENS_BEFORE[0]]):
+                continue  # a run of the same schedule with happens-before checked has found nothing
+            looked_for = self.checks if ordered else BLIND
+            said[name] = next((found for mode, seed in runs if (found := finds(mode, seed, looked_for))), "")
+            if said[name] and not self.all_detectors:
+                break
+        return {name: said.get(name, "") for name, *_ in DETECTORS} if self.all_detectors else said
+
+    def _run(self, module: ModuleType, expected: list[torch.Tensor], mode: str, seed: int, checks: Checks) -> str:
+        with simulate(self.target, mode, seed, check=False, max_reports=1, checks=checks) as run:
+            run.machine.max_steps, run.machine.deadline = MAX_STEPS, time.monotonic() + self.max_seconds
+            try:
+                got = self.scene(module)
+            except FAILURES as error:
+                return type(error).__name__
+        return _kind(run) or ("" if all(map(_close, got, expected)) else "wrong result")
+
+
 def campaign(
     scene: Scene,
     target: str,
@@ -50,46 +164,35 @@ def campaign(
     progress: Callable[[int, int], None] = lambda done, total: None,
     checks: Checks = USUAL,
 ) -> list[Verdict]:
-    """Run every mutant that the scene reaches. Stop at the first detector that notices, unless `all_detectors`.
+    """Run every mutant that the scene reaches, one after the other. `Campaign` explains the arguments.
 
-    files: the source files to mutate; the scene's own file by default.
     progress: called with (mutants done, mutants in total).
-    checks: what the happens-before detector looks for.
 
     Raises SimulationFault if the unchanged kernel already has findings.
     """
-    with simulate(target, "eager", checks=checks) as run:  # the unchanged kernel must have no findings
-        expected = [tensor.clone() for tensor in scene()]
-    entered = {
-        (Path(code.co_filename).resolve(), code.co_name)
-        for code in (fn.fn.__code__ for fn in run.machine.entered.values())
-    }
-    changed = [
-        (file, mutant)
-        for file in map(Path.resolve, files or [scene.path])
-        for mutant in mutants(file.read_text())
-        if (file, mutant.function) in entered or mutant.function == MODULE
-    ]
+    run = Campaign(scene, target, files, checks, all_detectors)
+    baseline = run.baseline()
     verdicts = []
-    # a file may ask for the device's properties when it is imported
-    with tempfile.TemporaryDirectory() as folder, answers(capability_of(target), sms=4):
-        for number, (file, mutant) in enumerate(changed):
-            with replaced(file, mutant.source, Path(folder) / f"mutant_{number}", scene.path) as module:
-                said = _verdict(lambda *how: _run_mutant(scene, module, target, expected, *how), all_detectors, checks)
-            if any(said.values()) or _reached(scene, file, mutant, target, Path(folder) / f"probe_{number}"):
-                verdicts.append(Verdict(mutant, said))
-            progress(number + 1, len(changed))
+    for done, (file, number) in enumerate(baseline.candidates):
+        with tempfile.TemporaryDirectory() as folder:
+            verdict = run.verdict(baseline, file, mutants(file.read_text())[number], Path(folder))
+        verdicts += [verdict] if verdict else []
+        progress(done + 1, len(baseline.candidates))
     return verdicts
 
 
-def _verdict(detector: Callable[[str, int, Checks], str], all_detectors: bool, checks: Checks) -> dict[str, str]:
-    said: dict[str, str] = {}
-    for name, runs, ordered in DETECTORS if all_detectors else (DETECTORS[2], DETECTORS[1]):
-        looked_for = checks if ordered else BLIND
-        said[name] = next((found for mode, seed in runs if (found := detector(mode, seed, looked_for))), "")
-        if said[name] and not all_detectors:
-            break
-    return said
+def _kind(run: Run) -> str:
+    """The kind of a run's first report, or "" for none."""
+    return TIME_LIMIT if run.machine.out_of_time else run.reports[0].kind if run.reports else ""
+
+
+def _may_be_reached(file: Path, mutant: Mutant, baseline: Baseline) -> bool:
+    """Whether the scene enters the mutant's function, and has evaluated a call on the lines of the mutated call."""
+    if mutant.function == MODULE:
+        return True
+    if (file, mutant.function) not in baseline.entered:
+        return False
+    return mutant.call is None or any((str(file), line) in baseline.lines for line in mutant.call)
 
 
 def _reached(scene: Scene, file: Path, mutant: Mutant, target: str, folder: Path) -> bool:
@@ -105,20 +208,6 @@ def _reached(scene: Scene, file: Path, mutant: Mutant, target: str, folder: Path
             raise
         return True
     return False
-
-
-def _run_mutant(
-    scene: Scene, module: ModuleType, target: str, expected: list[torch.Tensor], mode: str, seed: int, checks: Checks
-) -> str:
-    with simulate(target, mode, seed, check=False, max_reports=1, checks=checks) as run:
-        run.machine.max_steps = MAX_STEPS
-        try:
-            got = scene(module)
-        except FAILURES as error:
-            return type(error).__name__
-    if run.reports:
-        return run.reports[0].kind
-    return "" if all(map(_close, got, expected)) else "wrong result"
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:

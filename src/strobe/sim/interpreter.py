@@ -375,6 +375,9 @@ class Interpreter:
 
     def call(self, fn: Any, arguments: list[object], keywords: dict[str, object]) -> Any:
         fn = fn.value if isinstance(fn, constexpr) else fn
+        if (lines := self.builder.machine.lines) is not None:
+            frame = sys._getframe(1)
+            lines.add((frame.f_code.co_filename, frame.f_lineno))
         if type(fn) is FunctionType and _plain_builtin(fn):
             return self._call_builtin(fn, arguments, keywords)
         if isinstance(fn, (BoundJITMethod, BoundConstexprFunction)):

@@ -29,6 +29,7 @@ class Loop:
         self._turns += 1
         self._carried.end_iteration()
         self._partition.allocations.end_iteration()
+        self._machine.check_time()
         if self._turns % _PATIENCE == 0:
             self._machine.preempt(always=True)
         if self._turns == self._machine.checks.max_iterations - 1:

@@ -7,8 +7,10 @@ random priorities with random change points (Burckhardt et al., ASPLOS 2010); `t
 
 from __future__ import annotations
 
+import math
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from types import CodeType
@@ -64,7 +66,9 @@ class Machine:
         self.hub: Any = None  # the scheduler's greenlet
         self.ctas: list[Cta] = []
         self.max_steps = MAX_STEPS
+        self.deadline, self.out_of_time = math.inf, False  # of `time.monotonic`
         self.entered: dict[int, Any] = {}  # jit functions that ran, by id
+        self.lines: set[tuple[str, int]] | None = None  # (file, line) of each call of kernel code, if wanted
         self.progress = 0  # counts changes that a spinning partition might see
         self._priorities: dict[str, float] = {}
         self._sequence: dict[str, int] = {}
@@ -521,6 +525,7 @@ class Machine:
         if self.stats["steps"] > self.max_steps:
             self.report("deadlock", f"no end after {self.max_steps} scheduler steps", ())
             raise Stop
+        self.check_time()
         runnable = [p for cta in self.ctas for p in cta.partitions if p.runnable()]
         flying = [(cta, stream, op) for cta in self.ctas for stream, op in cta.in_flight()]
         chosen = self._choose(runnable, flying)
@@ -536,6 +541,13 @@ class Machine:
             self._land(*chosen)
         else:
             self._deadlock()
+
+    def check_time(self) -> None:
+        """End the run if its deadline is over. Called after each scheduler step and each iteration of a loop."""
+        if time.monotonic() > self.deadline:
+            self.out_of_time = True
+            self.report("deadlock", "no end within the time limit", ())
+            raise Stop
 
     def _choose(self, runnable: list[Partition], flying: list[tuple[Cta, Stream | None, Operation]]) -> Any:
         if self.mode in ("eager", "lazy"):

@@ -60,7 +60,8 @@ _Change = tuple[str, _Node, str]  # (kind, node to replace, new text)
 class Mutant:
     """One change: its kind, line number, text of the line, function, and the whole mutated source.
 
-    `probe` is the source with an undefined name at the same place, so that executing it raises NameError.
+    `probe` is the source with an undefined name at the same place, so that executing it raises NameError. `call` is the
+    lines of the call that is changed, or None if no call is known.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Mutant:
     function: str
     source: str
     probe: str
+    call: range | None = None
 
     def __str__(self) -> str:
         return f"{self.kind}, line {self.line} of {self.function}: {self.text}"
@@ -93,20 +95,34 @@ def mutants(source: str) -> list[Mutant]:
         starts.append(starts[-1] + len(line.encode()))
     data = source.encode()
 
-    def mutant(function: str, kind: str, node: _Node, new: str) -> Mutant:
+    def mutant(function: str, call: ast.Call | None, kind: str, node: _Node, new: str) -> Mutant:
         start, end = (starts[row - 1] + column for row, column in _span(node))  # columns count bytes
         with_it = lambda text: (data[:start] + text.encode() + data[end:]).decode()
-        return Mutant(kind, node.lineno, lines[node.lineno - 1].strip(), function, with_it(new), with_it(PROBE))
+        called = call and range(call.lineno, _span(call)[1][0] + 1)
+        text = lines[node.lineno - 1].strip()
+        return Mutant(kind, node.lineno, text, function, with_it(new), with_it(PROBE), called)
 
-    found = [mutant(MODULE, *change) for change in _text_changes(list(_outside(tree)))]
+    found = [mutant(MODULE, None, *change) for change in _text_changes(list(_outside(tree)))]
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and _jitted(function):
-            found += [mutant(function.name, *change) for change in _changes(function)]
+            calls = _innermost_calls(function)
+            found += [mutant(function.name, calls.get(change[1]), *change) for change in _changes(function)]
     return sorted(found, key=lambda mutant: (mutant.line, mutant.kind))
 
 
 def _span(node: _Node) -> tuple[tuple[int, int], tuple[int, int]]:
     return (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+
+
+def _innermost_calls(function: ast.FunctionDef) -> dict[ast.AST, ast.Call]:
+    """The innermost call around each node, and the call of a statement that is one."""
+    found: dict[ast.AST, ast.Call] = {}
+    for node in ast.walk(function):  # outer calls come first
+        if isinstance(node, ast.Call):
+            found |= dict.fromkeys(ast.walk(node), node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            found[node] = node.value
+    return found
 
 
 def _jitted(function: ast.FunctionDef) -> bool:
