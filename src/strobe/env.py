@@ -14,6 +14,7 @@ class Environment(NamedTuple):
     interpret: bool  # TRITON_INTERPRET: run Triton kernels in Triton's CPU interpreter
     log: str  # STROBE_LOG: level of the logger "strobe"; WARNING by default
     sync: bool  # STROBE_SYNC: synchronize after each launch, so that the call that caused a fault raises it
+    commit: str  # STROBE_COMMIT: the commit of source files without git's history, for the rows of `strobe bench`
     cache: str  # TRITON_CACHE_DIR: Triton's compile cache; "" is Triton's default
 
 
@@ -31,6 +32,7 @@ def read() -> Environment:
         interpret=_flag("TRITON_INTERPRET"),
         log=os.environ.get("STROBE_LOG", "WARNING").upper(),
         sync=_flag("STROBE_SYNC"),
+        commit=os.environ.get("STROBE_COMMIT", ""),
         cache=os.environ.get("TRITON_CACHE_DIR", ""),
     )
 

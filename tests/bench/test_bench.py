@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -208,7 +208,7 @@ SCHEMA = {
     "versions", "refused", "flops",
     "intensity", "spread", "timing", "l2", "rounds", "peak_tflops", "peak_gbps", "device", "threads", "torch", "triton",
     "cuda", "python", "date",
-    "commit", "relative_error", "data", "errors",
+    "commit", "source_tree", "relative_error", "data", "errors",
 }  # fmt: skip
 
 
@@ -564,14 +564,6 @@ def test_a_picture_says_of_all_its_rows_where_they_are_from() -> None:
         plot._where([row, later])
         == "NVIDIA H200: sm_90 · torch 2.11.0 · 2026-11-24, 2026-11-25 · commit 1a577ca, unknown"
     )
-
-
-def test_commit_is_this_trees_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = lambda *_, **__: SimpleNamespace(stdout="/somewhere/else\nabc1234\n")
-    run._commit.cache_clear()
-    monkeypatch.setattr(run.subprocess, "run", answer)
-    assert run._commit() is None
-    run._commit.cache_clear()
 
 
 @pytest.mark.gpu

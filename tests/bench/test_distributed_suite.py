@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -28,3 +29,12 @@ def test_the_distributed_suite_measures_each_scheme(capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["contender"] for row in rows] == ["one GPU", "keys", "heads"]
     assert all(row["forward"] > 0 and row["backward"] > 0 and row["why"] is None for row in rows)
+
+
+@pytest.mark.nightly
+def test_causal_attention_is_measured_beside_a_ring(capsys):
+    """It runs, or the row says why: ring-flash-attn is an optional package."""
+    assert main(["bench", "distributed", "--device", "cpu", "--case", "causal_64", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (ring,) = (row for row in rows if row["contender"] == "zigzag, strobe")
+    assert ring["forward"] > 0 if importlib.util.find_spec("ring_flash_attn") else "ring_flash_attn" in ring["why"]

@@ -11,7 +11,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
@@ -32,6 +30,7 @@ from ..problem.call import Call
 from ..problem.mask import Mask, documents
 from ..problem.problem import Problem
 from .attempt import Attempt
+from .rings import ON_CPU, RINGS
 
 STEPS, WARM = 5, 2
 STEP_SECONDS, MOST_LAYERS = 0.08, 16  # a step makes as many calls as fill this time, and at most so many
@@ -41,7 +40,6 @@ CONTENDERS = {
     "heads": {"scheme": "heads"},
     "keys, own first": {"scheme": "keys", "overlap": True},
 }
-TORCH = {"torch ring, strobe": "strobe", "torch ring, cuDNN": "cudnn"}
 
 
 class Case(NamedTuple):
@@ -163,10 +161,11 @@ def _rows(case: Case, count: int, device: str) -> Iterator[dict]:
             call = lambda q, k, v, plan=plan: interface.attention(q, k, v, context_parallel=plan)
             times = _times(call, list(map(plan.shard, whole)), device)
         yield _row(case, name, None if attempt.reason else times, (flops / count, one), attempt.reason)
-    if case.window is None and case.document is None and device != "cpu":
-        for name, backend in TORCH.items():
-            times, why = _torch_times(whole, count, backend)
-            yield _row(case, name, times, (flops / count, one), why)
+    if case.window is None and case.document is None:
+        for name in RINGS if device != "cpu" else ON_CPU:
+            with Attempt() as attempt, RINGS[name](whole) as (call, tensors):
+                times = _times(call, tensors, device)
+            yield _row(case, name, None if attempt.reason else times, (flops / count, one), attempt.reason)
 
 
 def _row(case: Case, name: str, times: Any, flops: Any, why: str | None = None) -> dict:
@@ -185,31 +184,6 @@ def line(row: dict) -> str:
     share = [row.get(f"{name}_share", 1.0) for name in ("forward", "backward")]
     speeds = f"TFLOP/s per GPU {row['forward']:6.1f} {row['backward']:6.1f}"
     return f"{row['case']:14} {row['contender']:20} {speeds}, share of one GPU {share[0]:.3f} {share[1]:.3f}"
-
-
-def _torch_times(whole: list[Tensor], count: int, backend: str) -> tuple[Any, Any]:
-    """Seconds of torch's own context_parallel, whose ring runs causal attention by a backend of SDPA or by strobe. It
-    takes one number of heads, so keys are repeated.
-    """
-    with Attempt() as attempt, ExitStack() as stack:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        if backend == "strobe":
-            from ..integrations import sdpa
-
-            stack.enter_context(sdpa.enable())
-        torch_backend = SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION
-        mesh = init_device_mesh("cuda", (count,))
-        groups = whole[0].shape[2] // whole[1].shape[2]
-        q, k, v, dout = (t.transpose(1, 2) for t in whole)
-        buffers = [q.clone(), *(t.repeat_interleave(groups, 1) for t in (k, v)), dout.clone()]
-        call = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        stack.enter_context(sdpa_kernel(torch_backend))
-        stack.enter_context(torch_context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4))
-        times = _times(call, buffers, "cuda")
-    return (None, attempt.reason) if attempt.reason else (times, None)
 
 
 def _times(call: Callable[..., Tensor], tensors: list[Tensor], device: str) -> tuple[float, float]:

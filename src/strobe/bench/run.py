@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import datetime, timezone
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ..errors import InvalidProblem
 from ..problem.target import Target
-from . import roofline
+from . import provenance, roofline
 from .accuracy import distances, errors
 from .attempt import Attempt
 from .cases import Case, Inputs
@@ -207,7 +206,7 @@ def _short(number: float) -> float:
 
 
 def circumstances(device: torch.device) -> dict:
-    """Device, versions, date and commit of a measurement."""
+    """Device, versions, date, commit and hash of the source of a measurement."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     versions = {
         "torch": torch.__version__,
@@ -220,27 +219,9 @@ def circumstances(device: torch.device) -> dict:
         "threads": torch.get_num_threads(),
         **versions,
         "date": now,
-        "commit": _commit(),
+        "commit": provenance.commit(),
+        "source_tree": provenance.source_tree(),
     }
-
-
-@lru_cache
-def _commit() -> str | None:
-    """The commit of the source tree; None for an installed package, also if it is inside another repository."""
-    here = Path(__file__).resolve()
-    try:
-        asked = subprocess.run(
-            ["git", "rev-parse", "--show-toplevel", "--short", "HEAD"],
-            cwd=here.parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    top, commit = asked.stdout.split("\n")[:2]
-    return commit if here == Path(top).resolve() / "src" / "strobe" / "bench" / here.name else None
 
 
 def rows(
