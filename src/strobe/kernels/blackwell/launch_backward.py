@@ -75,8 +75,8 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
     stats, dq_sum = workspace["rows"], workspace["dq_sum"]
     dk, dv = addressable(t.dk), addressable(t.dv)
     dout = operand(t.dout, call)
-    rows = RowTensors(t.dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum)
-    key: tuple = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
+    rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum)
+    key: tuple = ("rows", dout.stride(), t.out.stride(), t.dlse is None)
     launched = [launcher.start(plan, key, rows, lambda: preprocess_launch(plan, rows))]
     views = Views(call.q, call.k, call.v, dout, stats, dk, dv)
     key = (call.left, call.right, dout.stride(), dk.stride(), dv.stride())

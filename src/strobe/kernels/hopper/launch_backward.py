@@ -248,8 +248,8 @@ def run_backward(
     dk, dv = sums.get("dk", writable(t.dk, form.key_ranges)), sums.get("dv", writable(t.dv, form.key_ranges))
     dq = addressable(t.dq) if form.dq_written_directly else t.dq
     dout = operand(t.dout, call, form.key_ranges)
-    rows = RowTensors(t.dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, call.cu_seqlens_q, semaphores, counter)
-    key = ("rows", t.dout.stride(), t.dout.dtype, t.out.stride(), t.dlse is None)
+    rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, call.cu_seqlens_q, semaphores, counter)
+    key = ("rows", dout.stride(), t.out.stride(), t.dlse is None)
     launched = [launcher.start(plan, key, rows, lambda: rows_launch(plan, rows))]
     views = Views(call.q, call.k, call.v, dout, stats, dk, dv, dq, dq_sum)
     pointers = main_pointers(call, form.key_ranges, dq_sum, semaphores, counter)
