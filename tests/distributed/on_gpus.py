@@ -1,24 +1,30 @@
-"""Check context parallelism over NCCL on all GPUs of this machine: results beside one GPU's, bits, and no wait of the
-host in a step.
+"""Check context parallelism over NCCL on all GPUs of this machine: results beside one GPU's, bits, no wait of the host
+in a step, and that a rank that dies ends the others. Each row is printed as soon as it is there.
 
-    python -m tests.distributed.on_gpus
+    python -m tests.distributed.on_gpus              results
+    python -m tests.distributed.on_gpus killed       a rank that dies
+
+Without GPUs four processes compute on the CPU over gloo.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+from torch.multiprocessing.spawn import spawn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strobe
-from strobe.distributed import context_parallel, problems, warmup
+from strobe.distributed import Plan, context_parallel, problems, warmup
 from strobe.integrations import sdpa
 
 BATCH, HEADS, HEADS_KV, HEAD_DIM = 2, 8, 4, 64
@@ -27,18 +33,29 @@ WAYS = {
     "keys": {"scheme": "keys"},
     "keys, own first": {"scheme": "keys", "balance": "contiguous", "overlap": True},
     "heads": {"scheme": "heads"},
+    "heads+keys": {"scheme": "heads+keys"},
 }
+TIMEOUT = timedelta(seconds=10)  # of the ranks that are left, in `_killed`
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Row(NamedTuple):
+    """A plan and its mask's name; what it is compared with depends on both."""
+
+    seqlen: int
+    mask: str
+    way: str
+    plan: Plan
 
 
 def _masks(seqlen: int) -> dict[str, strobe.Mask]:
-    if seqlen == ODD:
-        return {"causal, odd": strobe.causal()}
-    ids = (torch.arange(seqlen, device="cuda", dtype=torch.int32) // 320).expand(BATCH, -1)
-    return {
+    ids = (torch.arange(seqlen, device=DEVICE, dtype=torch.int32) // 320).expand(BATCH, -1)
+    found = {
         "causal": strobe.causal(),
-        "window": strobe.window(96, 0),
         "causal documents": strobe.causal() & strobe.documents(ids),
+        "window": strobe.window(96, 0),
     }
+    return found if seqlen == EVEN else {name: found[name] for name in ("causal", "causal documents")}
 
 
 def _step(tensors, sinks, **options):
@@ -47,55 +64,98 @@ def _step(tensors, sinks, **options):
     return (out.detach(), *torch.autograd.grad(out, leaves, tensors[3]))
 
 
+def _meet(rank: int, world: int, folder: str) -> None:
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    place = f"file://{folder}/store"
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", init_method=place, rank=rank, world_size=world)
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def _check(rank: int, world: int, folder: str) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    failed = _failed(EVEN, WAYS) + _failed(ODD, {"keys": WAYS["keys"]}) + _torch_ring(world)
+    _meet(rank, world, folder)
+    began, masks = time.monotonic(), {seqlen: _masks(seqlen) for seqlen in (EVEN, ODD)}
+    tensors = {seqlen: _inputs(seqlen) for seqlen in masks}
+    rows = _rows(masks, world)
+    called = []
+    for row in rows:
+        whole, sinks = tensors[row.seqlen]
+        called += problems(row.plan, *map(row.plan.shard, whole[:3]), sinks=sinks, deterministic=True)
+    warmup(called)
+    _say(f"{time.monotonic() - began:3.0f} s kernels of {len(rows)} plans compiled")
+    failed, before = [], {}
+    for row in rows:
+        key = row.seqlen, row.mask
+        if key not in before:
+            before = {key: _expected(*tensors[row.seqlen], masks[row.seqlen][row.mask])}
+        ratios, same = _compared(row.plan, *tensors[row.seqlen], before[key])
+        told = f"error / allowed of out, dq, dk, dv, dsinks {ratios}, same bits {same}"
+        _say(f"{time.monotonic() - began:3.0f} s {row.seqlen} {row.mask:16} {row.way:16} {told}")
+        if not same or not max(ratios) <= 1:
+            failed.append(row[:3])
+    failed += _torch_ring(world) if DEVICE == "cuda" else []
     dist.barrier()
-    if rank == 0:
-        print("failed" if failed else "all hold", failed, strobe.last_errors(), flush=True)
+    _say(f"{'failed' if failed else 'all hold'} {failed} {strobe.last_errors()}")
     os._exit(1 if failed else 0)
 
 
-def _failed(seqlen: int, ways: dict) -> list[tuple[str, str]]:
-    """The masks and ways whose results are wrong or differ between calls. Rank 0 prints each."""
-    began, rank, plans, called = time.monotonic(), dist.get_rank(), {}, []
-    generator = torch.Generator("cuda").manual_seed(0)
+def _rows(masks: dict[int, dict[str, strobe.Mask]], world: int) -> list[Row]:
+    """Plans of all masks, keys and heads first."""
+    mesh = init_device_mesh(DEVICE, (world // 2, 2), mesh_dim_names=("keys", "heads")) if world == 4 else None
+    found = []
+    for way, settings in WAYS.items():
+        nested = way == "heads+keys"
+        if nested and mesh is None:
+            continue
+        parallel = context_parallel(mesh if nested else None, **settings)
+        for seqlen, several in masks.items():
+            for name, mask in several.items():
+                if seqlen == EVEN or way in ("keys", "heads"):
+                    plan = parallel.plan(mask, seqlen=seqlen, heads_q=HEADS, heads_kv=HEADS_KV)
+                    found.append(Row(seqlen, name, way, plan))
+    return sorted(found, key=lambda row: (row.seqlen, row.mask))
+
+
+def _inputs(seqlen: int):
+    """q, k, v and the gradient of the output of the whole sequence, and sinks; the same on each rank."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
     shapes = [(BATCH, seqlen, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
-    whole = [torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes]
-    sinks = torch.randn(HEADS, generator=generator, device="cuda")
-    masks, failed = _masks(seqlen), []
-    for name, mask in masks.items():
-        for way, settings in ways.items():
-            plan = context_parallel(**settings).plan(mask, seqlen=seqlen, heads_q=HEADS, heads_kv=HEADS_KV)
-            plans[name, way] = plan
-            called += problems(plan, *map(plan.shard, whole[:3]), sinks=sinks, deterministic=True)
-    warmup(called)
-    if rank == 0:
-        print(f"{seqlen} rows: kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
-    for (name, way), plan in plans.items():
-        hidden = ~masks[name].dense(seqlen, seqlen, "cuda")[:, None]
-        expected = _eager([t.double() for t in whole], sinks.double(), hidden)
-        eager = _eager(whole, sinks.bfloat16(), hidden)
-        local = [plan.shard(t) for t in whole]
-        _step(local, sinks, context_parallel=plan)
+    whole = [torch.randn(s, generator=generator, device=DEVICE).bfloat16() for s in shapes]
+    return whole, torch.randn(HEADS, generator=generator, device=DEVICE)
+
+
+def _expected(whole, sinks, mask):
+    """The results in float64, and those of eager PyTorch in bfloat16."""
+    seqlen = whole[0].shape[1]
+    hidden = ~mask.dense(seqlen, seqlen, DEVICE)[:, None]
+    return _eager([t.double() for t in whole], sinks.double(), hidden), _eager(whole, sinks.bfloat16(), hidden)
+
+
+def _compared(plan: Plan, whole, sinks, expected) -> tuple[list[float], bool]:
+    """The errors as shares of what is allowed, and whether a second call gave the same bits. The second call may not
+    wait for the device.
+    """
+    local = [plan.shard(t) for t in whole]
+    _step(local, sinks, context_parallel=plan)
+    if DEVICE == "cuda":
         torch.cuda.set_sync_debug_mode("error")
-        results = _step(local, sinks, context_parallel=plan)
+    results = _step(local, sinks, context_parallel=plan)
+    if DEVICE == "cuda":
         torch.cuda.set_sync_debug_mode("default")
-        same = all(map(torch.equal, results, _step(local, sinks, context_parallel=plan)))
-        *parts, dsinks = results
-        dist.all_reduce(dsinks)
-        found = [*map(plan.unshard, parts), dsinks]
-        ratios = []
-        for ours, oracle, other in zip(found, expected, eager):
-            allowed = 2 * (other.double() - oracle).abs().max() + 2**-8 * oracle.abs().max()
-            ratios.append(round(float((ours.double() - oracle).abs().max() / allowed), 3))
-        if rank == 0:
-            told = f"error / allowed of out, dq, dk, dv, dsinks {ratios}, same bits {same}"
-            print(f"{time.monotonic() - began:3.0f} s {name:18} {way:16} {told}", flush=True)
-        if not same or not max(ratios) <= 1:
-            failed.append((name, way))
-    return failed
+    same = all(map(torch.equal, results, _step(local, sinks, context_parallel=plan)))
+    *parts, dsinks = results
+    dist.all_reduce(dsinks)
+    ratios = []
+    for ours, oracle, other in zip([*map(plan.unshard, parts), dsinks], *expected):
+        allowed = 2 * (other.double() - oracle).abs().max() + 2**-8 * oracle.abs().max()
+        ratios.append(round(float((ours.double() - oracle).abs().max() / allowed), 3))
+    return ratios, same
 
 
 def _torch_ring(world: int) -> list[tuple[str, str]]:
@@ -122,10 +182,7 @@ def _torch_ring(world: int) -> list[tuple[str, str]]:
     expected = out, *torch.autograd.grad(out, leaves, whole[3].transpose(1, 2))
     pairs = zip(found, (t.transpose(1, 2).float() for t in expected))
     errors = [round(float((ours.float() - other).abs().max() / other.abs().max()), 4) for ours, other in pairs]
-    if dist.get_rank() == 0:
-        print(
-            f"torch's context_parallel: {served} calls on strobe, largest differences to one GPU {errors}", flush=True
-        )
+    _say(f"torch's context_parallel: {served} calls on strobe, largest differences to one GPU {errors}")
     return [] if served and max(errors) < 0.02 else [("causal", "torch's ring")]
 
 
@@ -141,7 +198,59 @@ def _eager(tensors, sinks, hidden):
     return (out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), tensors[3].to(out.dtype)))
 
 
+def _killed(rank: int, world: int, folder: str) -> None:
+    """The last rank ends after a step; the others wait for it in the next one."""
+    _meet(rank, world, folder)
+    group = dist.new_group(timeout=TIMEOUT)  # kernels are compiled before, which may take longer
+    plan = context_parallel(group, scheme="keys").plan(strobe.causal(), seqlen=EVEN, heads_q=HEADS, heads_kv=HEADS_KV)
+    whole, sinks = _inputs(EVEN)
+    local = [plan.shard(t) for t in whole]
+    warmup(problems(plan, *local[:3], sinks=sinks, deterministic=True))
+    _step(local, sinks, context_parallel=plan)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    if rank == world - 1:
+        os._exit(9)
+    began = time.monotonic()
+    try:
+        for _ in range(3):
+            _step(local, sinks, context_parallel=plan)
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(
+            f"rank {rank}: {type(error).__name__} after {time.monotonic() - began:.1f} s: {str(error)[:90]}", flush=True
+        )
+        os._exit(1)
+    print(f"rank {rank}: no error after {time.monotonic() - began:.1f} s", flush=True)
+    os._exit(0)
+
+
+def _check_killed(world: int, folder: str) -> int:
+    """0 if every rank that is left ends by itself, with an error."""
+    began = time.monotonic()
+    started = spawn(_killed, args=(world, folder), nprocs=world, join=False)
+    processes: list = list(started.processes) if started else []
+    processes[-1].join(60)
+    died = time.monotonic()
+    for process in processes[:-1]:
+        process.join(max(0.1, died + 3 * TIMEOUT.total_seconds() - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    holds = codes[-1] == 9 and all(code not in (None, 0) for code in codes[:-1])
+    seconds = f"{time.monotonic() - died:.1f} s after the death, {time.monotonic() - began:.1f} s in all"
+    print(
+        f"a rank that dies: {'holds' if holds else 'failed'}, exit codes {codes}, {seconds}, timeout {TIMEOUT}",
+        flush=True,
+    )
+    for process in processes:
+        process.kill()
+    return 0 if holds else 1
+
+
 if __name__ == "__main__":
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() or 4
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_check, args=(count, folder), nprocs=count)
+        if sys.argv[1:] == ["killed"]:
+            sys.exit(_check_killed(count, folder))
+        spawn(_check, args=(count, folder), nprocs=count)
