@@ -24,6 +24,7 @@ def _state() -> tuple:
     tables = [
         torch._C._dispatch_dump(f"aten::{name}") for names in sdpa.OPS.values() for name in names if hasattr(OPS, name)
     ]
+    tables.append(torch._C._dispatch_dump(f"aten::{sdpa.WHOLE}"))
     return tables, registry.current_flash_attention_impl(), torch._C._get_sdp_priority_order()
 
 

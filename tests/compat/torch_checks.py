@@ -91,8 +91,11 @@ def _layout():
 
 
 def _attn_mask():
+    """test_sdpa_masks.py compares the values."""
     q, k, v = _tensors()
-    _on_both(lambda: _attend(q, k, v, attn_mask=torch.ones(4, 4, dtype=torch.bool).tril()), served=0, attn_mask=1)
+    for given, served, passed in ((torch.ones(4, 4, dtype=torch.bool).tril(), 0, {"attn_mask": 1}),
+                                  (torch.zeros(4, 4, requires_grad=True), 1, {})):  # fmt: skip
+        _on_both(lambda given=given: _attend(q, k, v, attn_mask=given), served=served, **passed)
 
 
 def _dropout():

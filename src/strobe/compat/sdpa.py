@@ -2,7 +2,8 @@
 
 This module registers a provider named "STROBE" in torch.nn.attention's registry. While active, the provider overrides
 torch's flash attention ops in the dispatcher, on CPUs and GPUs. Calls that strobe does not support go to torch's own
-kernels and are counted in `passed`. Importing this module registers the provider but does not activate it.
+kernels and are counted in `passed`. Importing this module registers the provider but does not activate it. Calls with
+masks or dropout are decided above torch's choice of a backend: see `sdpa_masks`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ..problem.torch_private import (
 )
 from . import aten
 from .aten import served
+from .sdpa_masks import Asked, kernel_of
 
 NAME = "STROBE"
 SDPA = "_scaled_dot_product_flash_attention"
@@ -44,6 +46,8 @@ OPS: dict[str, dict[str, Callable]] = {
     "CUDA": GENERAL,
     "CPU": GENERAL | {f"{SDPA}_for_cpu": aten.cpu_forward, f"{SDPA}_for_cpu_backward": aten.cpu_backward},
 }
+WHOLE = "scaled_dot_product_attention"
+WHOLE_KEYS = {"CUDA": ("CUDA", "AutogradCUDA"), "CPU": ("CPU", "AutogradCPU")}  # with and without inference_mode
 LOG = logging.getLogger(__name__)
 
 passed: Counter[str] = Counter()  # unsupported argument -> number of calls that went to torch's own kernel
@@ -92,13 +96,35 @@ def register() -> Handle:
                 warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
                 library.impl(name, kernel, key)
         libraries.append(library)
-    return Handle(libraries)
+    return Handle([*libraries, _register_whole()])
+
+
+def _register_whole() -> Library:
+    """Override scaled_dot_product_attention itself, for calls with masks or dropout."""
+    library = Library("aten", "IMPL")
+    keys = [key for device in OPS if device == "CPU" or torch.backends.cuda.is_built() for key in WHOLE_KEYS[device]]
+    originals = {key: torch_kernel(WHOLE, key) for key in keys}  # before the first override
+    for key, original in originals.items():
+        library.impl(WHOLE, kernel_of(original, lambda: _asked, _count_passed(WHOLE)), key)
+    return library
+
+
+def _count_passed(name: str) -> Callable[[Exception], None]:
+    def count(refusal: Exception) -> None:
+        if not _passing.on:
+            reason = getattr(refusal, "argument", "no kernel")
+            if not passed[reason]:
+                LOG.info("aten::%s goes to torch's own kernel: %s", name, refusal)
+            passed[reason] += 1
+
+    return count
 
 
 def _kernel(name: str, function: Callable, original: Callable | None) -> Callable:
     """An op that calls `function` and, if that raises, torch's kernel `original`. Without an original the error is
     raised.
     """
+    count_passed = _count_passed(name)
 
     def kernel(*arguments, **options):
         try:
@@ -106,11 +132,7 @@ def _kernel(name: str, function: Callable, original: Callable | None) -> Callabl
         except (InvalidProblem, UnsupportedProblem) as refusal:
             if original is None:
                 raise
-            if not _passing.on:
-                reason = getattr(refusal, "argument", "no kernel")
-                if not passed[reason]:
-                    LOG.info("aten::%s goes to torch's own kernel: %s", name, refusal)
-                passed[reason] += 1
+            count_passed(refusal)
         before, _passing.on = _passing.on, True
         try:
             return original(*arguments, **options)
@@ -138,15 +160,27 @@ class _Before(NamedTuple):
 
     @property
     def our_tag(self) -> str:
-        """The cache tag while strobe is enabled. A compiled graph contains the backend that was traced, so both states
-        need separate keys on disk.
+        """The cache tag while strobe is enabled. A compiled graph contains the backend that was traced, so each state
+        needs separate keys on disk.
         """
-        return f"{self.tag}+strobe.sdpa" if self.tag else "strobe.sdpa"
+        words = "strobe.sdpa" if _asked == Asked() else f"strobe.sdpa {_asked.masks} {_asked.dropout}"
+        return f"{self.tag}+{words}" if self.tag else words
 
 
 _LOCK = Lock()
 _switches: set[Switch] = set()
 _before: _Before | None = None
+_asked = Asked()  # of all switches
+
+
+def _ask(before: _Before) -> None:
+    """Follow what the switches ask for together: masks and dropout if one asks for them."""
+    global _asked
+    tagged = compiler.cache_key_tag == before.our_tag
+    masks = [one.asked.masks for one in _switches if one.asked.masks is not None]
+    _asked = Asked(any(masks) if masks else None, any(one.asked.dropout for one in _switches))
+    if tagged:
+        compiler.cache_key_tag = before.our_tag
 
 
 class Switch:
@@ -154,7 +188,8 @@ class Switch:
 
     strobe stays enabled until the last Switch is undone."""
 
-    def __init__(self):
+    def __init__(self, asked: Asked = Asked()):  # noqa: B008  a value
+        self.asked = asked
         self._before = Counter(served), Counter(passed)
 
     @property
@@ -171,6 +206,8 @@ class Switch:
         with _LOCK:
             if self in _switches:
                 _switches.remove(self)
+                if _before is not None:
+                    _ask(_before)
                 if not _switches:
                     _restore()
 
@@ -181,7 +218,7 @@ class Switch:
         self()
 
 
-def enable() -> Switch:
+def enable(*, masks: bool | None = None, dropout: bool = False) -> Switch:
     """Run torch's scaled_dot_product_attention and varlen_attn on strobe until the returned switch is called or its
     `with` block ends.
 
@@ -192,12 +229,17 @@ def enable() -> Switch:
     ({'cpu.forward': 1}, {})
 
     Flash attention becomes the first of SDPA's backends; the others keep their order. (On Hopper torch prefers cuDNN,
-    and strobe does not replace cuDNN's kernels.) SDPA's rules do not change: calls that flash attention does not
-    accept, such as masks and dropout, use the same backend as before. Calls that strobe does not support go to torch's
-    flash kernel, counted in `passed`.
+    and strobe does not replace cuDNN's kernels.) Calls that strobe does not support go to torch's own kernels, counted
+    in `passed`.
 
-    Switches nest and may be undone in any order. The last one restores the state before the first, except for settings
-    that other code has changed since.
+    masks: whether strobe runs calls with attn_mask, of bools or of numbers, with gradients of the numbers. None: on
+    GPUs in 16 bits, and on CPUs where the mask requires a gradient or weights are dropped, since torch then holds all
+    scores. On CPUs torch's kernel is faster with other masks. dropout: whether strobe runs calls with dropout_p; its
+    random numbers are another stream than torch's, seeded by torch's generator.
+
+    Switches nest and may be undone in any order; together they ask for masks and dropout if one of them does. The last
+    one restores the state before the first, except for settings that other code has changed since. `served` counts the
+    forwards alone of calls with masks or dropout.
 
     Call this before torch.compile, because a compiled graph keeps the backend that was traced. Graphs traced with
     strobe have separate keys in the caches on disk (`torch.compiler.config.cache_key_tag`). Call this after
@@ -222,8 +264,9 @@ def enable() -> Switch:
             registry.activate_flash_attention_impl(NAME)
         set_sdp_priority_order(before.ours)
         compiler.cache_key_tag = before.our_tag
-        _before, switch = before, Switch()
+        _before, switch = before, Switch(Asked(masks, dropout))
         _switches.add(switch)
+        _ask(before)
     return switch
 
 
