@@ -7,7 +7,7 @@ from torch import Tensor
 from ...problem.call import Call
 from ..device import persistent_launch
 from ..device.forward_arguments import LaunchParams, Pointers, ShapeParams, SoftmaxParams, WindowParams
-from ..device.persistent_launch import Launch, work_of
+from ..device.persistent_launch import Launch, LaunchTensors, work_of
 from ..device.tma import describing, descriptor
 from ..protocol import Forward, Plan
 from . import forward
@@ -19,12 +19,12 @@ def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
     persistent_launch.run(plan, call, tensors, forward_launch, form.tuning.pack_gqa > 1)
 
 
-def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...]) -> Launch:
+def forward_launch(plan: Plan, call: Call, out: Tensor, rest: LaunchTensors) -> Launch:
     form = plan.config.form
     num_tiles, sizes, limits, softmax = work_of(plan, call)
     launch = LaunchParams(num_tiles, ShapeParams(*sizes), WindowParams(*limits), SoftmaxParams(*softmax))
-    lse, sinks, cu_seqlens_q, cu_seqlens_k, errors, tile_counter = pointers
-    named = Pointers(lse, sinks, cu_seqlens_q, cu_seqlens_k, None, errors, tile_counter)
+    cu_seqlens_q, cu_seqlens_k = rest.ranges
+    pointers = Pointers(rest.lse, rest.sinks, cu_seqlens_q, cu_seqlens_k, None, rest.errors, rest.tile_counter)
     queries = describing(form.tuning)
     tiles = (
         (queries, call.q, ROWS, form.block_d, form.tail_d),
@@ -34,7 +34,7 @@ def forward_launch(plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor |
     )
     first = (view(tensor, rows, width - tail) for view, tensor, rows, width, tail in tiles)
     last = (view(tensor, rows, tail) if tail else None for view, tensor, rows, _, tail in tiles)
-    arguments = (*first, *last, named, launch, form)
+    arguments = (*first, *last, pointers, launch, form)
     return Launch(
         forward.forward_kernel, min(plan.target.sm_count, num_tiles), arguments, {"num_warps": 4, "maxnreg": REGISTERS}
     )

@@ -158,14 +158,13 @@ def section(heads: int, most: int) -> int:
 
 def descriptors(views: Views, form: Any) -> tuple[TensorDescriptor, ...]:
     """As `backward_kernel` takes them."""
-    q, k, v, dout, stats, dk, dv = views
     m, n, d, dv_width = form.block_m, form.block_n, form.block_d, form.block_dv
-    tiles = ((q, m, d), (k, n, d), (v, n, dv_width), (dout, m, dv_width))
+    tiles = ((views.q, m, d), (views.k, n, d), (views.v, n, dv_width), (views.dout, m, dv_width))
     return (
         *(descriptor(*tile) for tile in tiles),
-        row_descriptor(stats, m),
-        descriptor(dk, n, d),
-        descriptor(dv, n, dv_width),
+        row_descriptor(views.stats, m),
+        descriptor(views.dk, n, d),
+        descriptor(views.dv, n, dv_width),
     )
 
 

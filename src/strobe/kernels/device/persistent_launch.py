@@ -57,7 +57,17 @@ class Launch(NamedTuple):
         return self.kernel[(self.programs,)](*self.arguments, **self.options)
 
 
-Describe = Callable[[Plan, Call, Tensor, tuple[Tensor | None, ...]], Launch]  # a plan, a call, its out and pointers
+class LaunchTensors(NamedTuple):
+    """What a persistent forward reads and writes besides q, k, v and out."""
+
+    lse: Tensor | None
+    sinks: Tensor | None
+    ranges: tuple[Tensor | None, ...]  # cu_seqlens of q and k, or the fields of KeyRangeTensors
+    errors: Tensor | None
+    tile_counter: Tensor | None
+
+
+Describe = Callable[[Plan, Call, Tensor, LaunchTensors], Launch]  # a plan, a call, its out and the rest
 
 
 def run(
@@ -71,17 +81,17 @@ def run(
     form: Any = plan.config.form
     out = addressable(tensors.out, pack_gqa)
     word = error_flags.word(call.q.device) if form.packed or call.key_lengths is not None else None
-    offsets = (call.cu_seqlens_q, call.cu_seqlens_k)
+    ranges: tuple = (call.cu_seqlens_q, call.cu_seqlens_k)
     if has_spans(plan.problem.mask):
-        offsets = (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
+        ranges = (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
     counter = zeros_on(call.q.device, 1) if form.counted else None
-    pointers = (tensors.lse, call.sinks, *offsets, word, counter)
+    rest = LaunchTensors(tensors.lse, call.sinks, ranges, word, counter)
     key: tuple = (call.left, call.right, out.stride())
-    addressed = (call.q, call.k, call.v, out, *pointers)
+    addressed = (call.q, call.k, call.v, out, tensors.lse, call.sinks, *ranges, word, counter)
     if read:
         key += tuple([launcher.kind_of(value) for value in read])
         addressed += tuple([value for value in read if isinstance(value, Tensor)])
-    launch = launcher.start(plan, key, addressed, lambda: described(plan, call, out, pointers))
+    launch = launcher.start(plan, key, addressed, lambda: described(plan, call, out, rest))
     if out is not tensors.out:
         tensors.out.copy_(out)
     elif launch is not None and out.is_contiguous() and not read:  # addresses of the call do not say what else is read

@@ -385,22 +385,21 @@ def descriptors(views: Views, form: Any) -> tuple[TensorDescriptor | None, ...]:
     of dQ if it is written directly.
     """
     m, n = form.block_m, form.block_n
-    q, k, v, dout, stats, dk, dv, dq, dq_sum = views
     tails = (
-        (q, m, form.tail_d), (k, n, form.tail_d), (v, n, form.tail_dv),
-        (dout, m, form.tail_dv), (dk, n, form.tail_d), (dv, n, form.tail_dv),
+        (views.q, m, form.tail_d), (views.k, n, form.tail_d), (views.v, n, form.tail_dv),
+        (views.dout, m, form.tail_dv), (views.dk, n, form.tail_d), (views.dv, n, form.tail_dv),
     )  # fmt: skip
     return (
-        descriptor(q, m, form.main_d),
-        descriptor(k, n, form.main_d),
-        descriptor(v, n, form.main_dv),
-        descriptor(dout, m, form.main_dv),
-        row_descriptor(stats, m),
-        descriptor(dk, n, form.main_d),
-        descriptor(dv, n, form.main_dv),
-        line_descriptor(dq_sum, form.dq.lines),
+        descriptor(views.q, m, form.main_d),
+        descriptor(views.k, n, form.main_d),
+        descriptor(views.v, n, form.main_dv),
+        descriptor(views.dout, m, form.main_dv),
+        row_descriptor(views.stats, m),
+        descriptor(views.dk, n, form.main_d),
+        descriptor(views.dv, n, form.main_dv),
+        line_descriptor(views.dq_sum, form.dq.lines),
         *(descriptor(t, rows, width) if width else None for t, rows, width in tails),
-        descriptor(dq, ROWS, ROWS) if form.dq_written_directly else None,
+        descriptor(views.dq, ROWS, ROWS) if form.dq_written_directly else None,
     )
 
 

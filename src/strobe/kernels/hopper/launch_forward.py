@@ -25,7 +25,7 @@ from ..device.forward_arguments import (
     SoftmaxParams,
     WindowParams,
 )
-from ..device.persistent_launch import LOG2_E, Launch, work_of
+from ..device.persistent_launch import LOG2_E, Launch, LaunchTensors, work_of
 from ..device.tma import describing, descriptor
 from ..protocol import Forward, Plan
 from ..runtime.tma_requirements import entries_apart
@@ -70,7 +70,7 @@ def apart(problem: Problem) -> tuple[int, ...]:
 
 
 def forward_launch(
-    plan: Plan, call: Call, out: Tensor, pointers: tuple[Tensor | None, ...], hooks: ForwardHooks | None = None
+    plan: Plan, call: Call, out: Tensor, rest: LaunchTensors, hooks: ForwardHooks | None = None
 ) -> Launch:
     form = plan.config.form
     num_tiles, sizes, limits, softmax = work_of(plan, call)
@@ -81,7 +81,7 @@ def forward_launch(
     described = None if hooks is None else hook_params(hooks, form)
     launch = LaunchParams(num_tiles, shape, WindowParams(*limits), parameters, described)
     registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # registers per thread before setmaxnreg moves them
-    arguments = (*descriptors(call, out, form), named(pointers, form.key_ranges), launch, form)
+    arguments = (*descriptors(call, out, form), pointers(rest, form.key_ranges), launch, form)
     return Launch(
         forward.forward_kernel, min(plan.target.sm_count, num_tiles), arguments, {"num_warps": 4, "maxnreg": registers}
     )
@@ -105,13 +105,12 @@ def block_list_params(lists: BlockLists, form: Any) -> BlockListParams:
     return BlockListParams(*lists, *strides, *most)
 
 
-def named(pointers: tuple[Tensor | None, ...], key_ranges: bool) -> Pointers:
-    """The pointers of `persistent_launch.run` by name."""
-    lse, sinks, *offsets, errors, tile_counter = pointers
+def pointers(rest: LaunchTensors, key_ranges: bool) -> Pointers:
     if key_ranges:
-        return Pointers(lse, sinks, None, None, KeyRangeTensors(*offsets), errors, tile_counter)
-    cu_seqlens_q, cu_seqlens_k = offsets
-    return Pointers(lse, sinks, cu_seqlens_q, cu_seqlens_k, None, errors, tile_counter)
+        ranges = KeyRangeTensors(*rest.ranges)
+        return Pointers(rest.lse, rest.sinks, None, None, ranges, rest.errors, rest.tile_counter)
+    cu_seqlens_q, cu_seqlens_k = rest.ranges
+    return Pointers(rest.lse, rest.sinks, cu_seqlens_q, cu_seqlens_k, None, rest.errors, rest.tile_counter)
 
 
 def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | None, ...]:
