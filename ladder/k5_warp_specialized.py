@@ -270,7 +270,7 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 
 @gluon.jit
-def let_go(k, v, at, count, form: gl.constexpr):
+def skip_tiles(k, v, at, count, form: gl.constexpr):
     """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of
     the ring ahead is none.
     """
@@ -302,7 +302,7 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
         q_at = w + form.consumers * (turn & 1)
         mbarrier.wait(q_ready.index(q_at), turn >> 1 & 1)
         own = blocks_of(m_start, ROWS, sizes, form)
-        stage, parity = let_go(k, v, at, blocks - own, form)
+        stage, parity = skip_tiles(k, v, at, blocks - own, form)
         for i in range(own):
             mbarrier.wait(k_ready.index(stage), parity)
             s = score_product(as_rows(q_smem.index(q_at)), as_rows(k_smem.index(stage)), form)

@@ -287,7 +287,7 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 
 @gluon.jit
-def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
+def skip_tiles(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
     """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of
     the ring ahead is none.
     """
@@ -389,7 +389,7 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scale_lo
         q_at = w + form.consumers * (turn & 1)
         mbarrier.wait(q_ready.index(q_at), turn >> 1 & 1)
         own = blocks_of(m_start, ROWS, sizes, form)
-        at = let_go(w, k, v, at, blocks - own, form)
+        at = skip_tiles(w, k, v, at, blocks - own, form)
         if own > 0:
             o, row_max, row_sum, at = attend(
                 w, as_rows(q_smem.index(q_at)), k, v, at, m_start, own, sizes, scale_log2, form

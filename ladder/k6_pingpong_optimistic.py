@@ -8,7 +8,7 @@ has outgrown its number. A lane's part of the sum may be
 
     up to 2^8     as a maximum may lag in k6: nothing is done
     up to 2^32    the row's weights, o and sum are divided by the largest part, before weights are rounded
-                  (`kept_in_range`: a vote, and a branch)
+                  (`rescale_outgrown`: a vote, and a branch)
     more          scores have lost bits that lse needs, and are gone: the row's maximum becomes infinite
 
 A spoiled row's maximum is no number at its tile's end (-inf is none, if all its first scores were that). It is written
@@ -88,7 +88,7 @@ class Form:
     causal: bool
     masks: bool = True  # whether any tile may hold a hidden key; else the loop has no code for them
     ping_pong: bool = True  # consumers take turns at issuing products, where there are four
-    early: bool = True  # exponentials wait for no maximum; where rows are short, for one that lags, as in k6
+    early: bool = True  # exponentials wait for no maximum; where rows are short, for an older one, as in k6
 
     @property
     def consumers(self) -> int:
@@ -278,7 +278,7 @@ def softmax_step(s, careful, edge, row_max, row_sum, m_start, n_start, sizes, sc
 
 
 @gluon.jit
-def kept_in_range(p, part, rescale, row_max, row_sum):
+def rescale_outgrown(p, part, rescale, row_max, row_sum):
     """(p, rescale, row_max, row_sum) where rows of which a lane's part of the sum is above 2^8 are divided by the
     largest.
     """
@@ -355,7 +355,7 @@ def store_rows(o_desc, o, row_max, row_sum, lse, place, m_start, sizes, o_smem):
 
 
 @gluon.jit
-def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
+def skip_tiles(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
     """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of
     the ring ahead is none.
     """
@@ -414,7 +414,7 @@ def attend(w: gl.constexpr, q_tile, k, v, at, m_start, blocks, again, sizes, sca
             s, careful, edge, row_max, row_sum, m_start, n_start, sizes, scale_log2, form
         )
         if form.early:
-            p, rescale, row_max, row_sum = kept_in_range(p, part, rescale, row_max, row_sum)
+            p, rescale, row_max, row_sum = rescale_outgrown(p, part, rescale, row_max, row_sum)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(v_at))
         p_reg = gl.convert_layout(p.to(k_smem.dtype), p_layout)
@@ -452,7 +452,7 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, noted, sizes, s
         q_at = w + form.consumers * (turn & 1)
         mbarrier.wait(q[1].index(q_at), turn >> 1 & 1)
         own = blocks_of(m_start, ROWS, sizes, form)
-        at = let_go(w, k, v, at, blocks - own, form)
+        at = skip_tiles(w, k, v, at, blocks - own, form)
         if own > 0:
             o, row_max, row_sum, at = attend(
                 w, as_rows(q[0].index(q_at)), k, v, at, m_start, own, again, sizes, scale_log2, form
@@ -550,5 +550,5 @@ def moved(size: Size, form: Form) -> int:
 
 RUNG = Rung(
     "k6_2", "early weights: exponentials wait for no maximum", "k6", run, Form, moved,
-    ("next_turn", "softmax_step", "kept_in_range", "attend", "mma_partition"), small_seqlen=760,
+    ("next_turn", "softmax_step", "rescale_outgrown", "attend", "mma_partition"), small_seqlen=760,
 )  # fmt: skip

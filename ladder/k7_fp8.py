@@ -15,7 +15,7 @@ Layouts        a lane's accumulator holds, of every 8 columns, columns 2t and 2t
                registers it is a renaming: `convert_layout(..., assert_trivial=True)`.
 Weights        are at most 1, and e4m3 ends at 2^-9: everything below 2^-10 would be lost. They are taken against the
                row's maximum less 4.5 in units
-               of log2, and that lags by 4 at most, as in k6: they reach 362 of e4m3's 448, and end at 2^-13 of the
+               of log2. The maximum in use is at most 4 below, as in k6: they reach 362 of e4m3's 448, and end at 2^-13 of the
                largest.
 Turns          k6 issues the next scores before this softmax. Here weights would outlive a loop's turn for that, and
                8-bit values that do are taken
@@ -316,7 +316,7 @@ def store_rows(o_desc, o, row_max, row_sum, lse_rows, place, m_start, seqlen_q, 
 
 
 @gluon.jit
-def let_go(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
+def skip_tiles(w: gl.constexpr, k, v, at, count, form: gl.constexpr):
     """Pass over tiles that only others' rows see. It waits for both: K may land after V, and a wait that is a round of
     the ring ahead is none.
     """
@@ -417,7 +417,7 @@ def mma_partition(w: gl.constexpr, o_desc, o_smem, lse, q, k, v, sizes, scales, 
         q_at = w + form.consumers * (turn & 1)
         mbarrier.wait(q_ready.index(q_at), turn >> 1 & 1)
         own = blocks_of(m_start, ROWS, sizes, form)
-        at = let_go(w, k, v, at, blocks - own, form)
+        at = skip_tiles(w, k, v, at, blocks - own, form)
         if own > 0:
             o, row_max, row_sum, at = attend(
                 w, as_rows(q_smem.index(q_at)), k, v, at, m_start, own, sizes, scales[0], form

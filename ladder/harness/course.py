@@ -155,10 +155,10 @@ LESSONS = {
         (
             Lines("softmax_step", "if careful:", "new_max = gl.maximum("),
             Lines("softmax_step", "low, high", "return"),
-            Lines("attend", "careful =", "p, rescale, row_max, row_sum = kept_in_range"),
+            Lines("attend", "careful =", "p, rescale, row_max, row_sum = rescale_outgrown"),
             Lines("next_turn", "turn += 1", "first ="),
         ),
-        "Remove the call of `kept_in_range`, see that `python -m ladder k6_2` still passes on normal inputs, and find keys for "
+        "Remove the call of `rescale_outgrown`, see that `python -m ladder k6_2` still passes on normal inputs, and find keys for "
         "which it does not.",
     ),
     "decode": Lesson(

@@ -83,7 +83,7 @@ EXERCISES = {  # rung: what its exercise deletes or replaces, by what, and what 
     "k3_2": ("        parity = gl.where(last, parity ^ 1, parity)\n", "", "race: on k_smem"),
     "k5": ("k = (k_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))",
            "k = (k_smem, barriers(STAGES, 1), barriers(STAGES, 1))", "barrier: "),
-    "k6_2": ("            p, rescale, row_max, row_sum = kept_in_range(p, part, rescale, row_max, row_sum)\n",
+    "k6_2": ("            p, rescale, row_max, row_sum = rescale_outgrown(p, part, rescale, row_max, row_sum)\n",
              "            pass\n", "right"),
 }  # fmt: skip
 

@@ -31,8 +31,8 @@ def source(page: str) -> Path:
 def rewrite(text: str, page: str, repository: str) -> str:
     """The Markdown of a page as the site needs it.
 
-    >>> rewrite("[a](../src/strobe/env.py), [b](masks.md#joined)", "house.md", "https://host/repo")
-    '[a](https://host/repo/blob/main/src/strobe/env.py), [b](masks.md#joined)'
+    >>> rewrite("[a](../src/strobe/env.py), [b](masks.md#combine)", "house.md", "https://host/repo")
+    '[a](https://host/repo/blob/main/src/strobe/env.py), [b](masks.md#combine)'
     """
     return "".join(
         _block(piece) if piece.startswith("```") else _LINK.sub(lambda link: _link(link, page, repository), piece)

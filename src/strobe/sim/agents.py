@@ -64,7 +64,7 @@ class Barrier:
 
     def __init__(self, name: str, count: int, since: Clock):
         self.name, self.count, self.missing, self.missing_bytes, self.phase = name, count, count, 0, 0
-        self.gathering: Clock = {}  # vector clock joined over the arrivals of this phase
+        self.gathering: Clock = {}  # vector clock merged over the arrivals of this phase
         self.released: Clock = {}  # vector clock that a waiter acquires: all completed phases
         self.since = dict(since)  # clock of the initialisation
         self.waits: dict[str, tuple[int, Place]] = {}  # agents that saw the last phase complete: (clock, place)
