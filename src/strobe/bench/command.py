@@ -12,7 +12,7 @@ import torch
 
 from ..errors import InvalidProblem
 from ..problem.target import FAKES
-from . import decode, plot, table
+from . import decode, mods, plot, table
 from .cases import Case, on_data, suite
 from .data import NORMAL
 from .rivals import pick
@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         return _distributed(arguments, device)
     if arguments.suite == "decode":
         return _decode(arguments, Options(device, arguments.kernel, rounds))
+    if arguments.suite == "mods":
+        return _mods(arguments, Options(device, arguments.kernel, rounds))
     picture = _picture(arguments)
     if arguments.data != NORMAL and arguments.suite == "cpu":
         raise InvalidProblem(
@@ -157,6 +159,25 @@ def _decode(arguments: argparse.Namespace, options: Options) -> int:
         found = list(
             written((decode.measure(case, rivals, options) for case in followed), opened(arguments.json, stack))
         )
+    if arguments.json != "-":
+        table.bench(found)
+    return 0 if all(row["ms"] for row in found) else 1
+
+
+def _mods(arguments: argparse.Namespace, options: Options) -> int:
+    if arguments.graph or arguments.flush or arguments.plot or arguments.data != NORMAL:
+        raise InvalidProblem("--data, --graph, --flush, --plot", "mods", "none of them", "leave them out")
+    cases = mods.suite(arguments.case)
+    if arguments.list:
+        lines = [[c.name, c.batch, c.seqlen, c.heads, c.head_dim] for c in cases]
+        names = json.dumps([case.name for case in cases])
+        print(names) if arguments.json else table.show(["case", "B", "S", "H", "D"], lines)
+        return 0
+    rivals = mods.pick([name for name in arguments.rivals.split(",") if name], options.device)
+    with ExitStack() as stack:
+        followed = table.follow(cases, "bench mods")
+        measured = (mods.measure(case, rivals, options) for case in followed)
+        found = list(written(measured, opened(arguments.json, stack)))
     if arguments.json != "-":
         table.bench(found)
     return 0 if all(row["ms"] for row in found) else 1

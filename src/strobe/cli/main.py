@@ -19,6 +19,7 @@ from pathlib import Path
 from .. import __version__
 from ..errors import InvalidProblem, UnsupportedProblem
 
+SUITES = ("forward", "backward", "decode", "mods", "distributed", "overhead", "cpu", "roofline")
 MOST_ELEMENTS = 2**59  # per tensor in `explain`: torch counts bytes in 64 bits
 
 
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     _common(explain, _explain, device=False)
 
     bench = commands.add_parser("bench", help="measure strobe and rival libraries")
-    bench.add_argument("suite", choices=("forward", "backward", "decode", "distributed", "overhead", "cpu", "roofline"))
+    bench.add_argument("suite", choices=SUITES)
     bench.add_argument(
         "--case", action="append", default=[], metavar="NAME", help="a case or a pattern such as 'd128_*'; repeatable"
     )
@@ -293,7 +294,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     if (
         name is None
         and device.type == "cpu"
-        and arguments.suite in ("forward", "backward", "decode")
+        and arguments.suite in ("forward", "backward", "decode", "mods")
         and not arguments.list
     ):
         raise UnsupportedProblem(

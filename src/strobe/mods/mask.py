@@ -268,6 +268,8 @@ def mask_mod(function: Callable | Any) -> MaskMod:
     head, q_idx and kv_idx the positions in the sequence, counted from 0, all int32. The function is traced at once;
     tensors that it captures are read when attention runs. A BlockMask of torch's FlexAttention is taken, too, and a
     bool tensor [B, H_q, S_q, S_k], of which any size may be 1 and leading dimensions may be left out.
+    A function that is a window, a prefix, key lengths or documents runs as that mask (`strobe.explain` shows it). For
+    documents on a GPU, the host reads once for each version of the ids whether every document is one run.
     Raises UnsupportedProblem for a function that has no translation, naming the operation.
     """
     if hasattr(function, "kv_num_blocks") and hasattr(function, "mask_mod"):

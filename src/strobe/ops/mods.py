@@ -27,6 +27,7 @@ from ..problem.torch_state import distinct, in_autocasts_dtype, tangents, writte
 from ..selection.select import Choice
 from . import attention, decode, fake
 from .attention import LIBRARY, decide, wants_gradients, write, write_gradients
+from .builtin_masks import with_builtin_mask
 from .fake import check_apart, check_no_vmap, check_out, copied, forward_mode, schema, written
 
 _TEXTS = "str score_mod, str score_mod_bwd, str mask_mod"
@@ -74,14 +75,19 @@ def attend(
     """out and lse of a call with or without a custom score and mask."""
     if score is None and dropout is None and not isinstance(mask, MaskMod):
         return attention.run(call, out, not call.partial)
-    return run(bind(call, score, mask, dropout), out)
+    call = bind(call, score, mask, dropout)
+    if not torch.compiler.is_compiling():  # a graph holds the function, and the op takes built-in masks out of it
+        call = with_builtin_mask(call)
+        if call.mods is None:
+            return attention.run(call, out, not call.partial)
+    return run(call, out)
 
 
 def choice(call: Call, score: object, mask: Mask | None, dropout: Dropout | None = None) -> Choice[Problem]:
     """The Choice of a call with or without a custom score and mask."""
     if score is None and dropout is None and not isinstance(mask, MaskMod):
         return decide(attention.prepare(call))
-    return decide(bind(call, score, mask, dropout))
+    return decide(with_builtin_mask(bind(call, score, mask, dropout)))
 
 
 def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +133,7 @@ def _mods(flat: tuple, packed: bool) -> Mods:
 def _received(flat: tuple) -> Call:
     """An op's arguments as a Call."""
     call = attention.received(flat[_COUNT:])
-    return call._replace(mods=_mods(flat[:_COUNT], call.packed))
+    return with_builtin_mask(call._replace(mods=_mods(flat[:_COUNT], call.packed)))
 
 
 # ---------------------------------------------------------------- the ops
@@ -175,7 +181,8 @@ def _backward(
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     mods = call.mods or Mods(ModTexts())
     sums = _zeros(call, mods)
-    call = call._replace(mods=mods._replace(gradients=tuple(sums)))
+    if call.mods is not None:
+        call = call._replace(mods=mods._replace(gradients=tuple(sums)))
     given = attention.Backward(dout, out, lse, dlse, *[t.new_empty(t.shape) for t in (*call[:3], lse)])
     write_gradients(found, call, given)
     dcaptured = [

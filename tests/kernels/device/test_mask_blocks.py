@@ -34,6 +34,7 @@ def masks(device: str) -> dict[str, tuple[MaskMod | Mask, int, int]]:
     return {
         "documents": (mod(lambda b, h, q, k: ids[q] == ids[k]), 300, 300),
         "documents_causal": (strobe.causal() & mod(lambda b, h, q, k: ids[q] == ids[k]), 300, 300),
+        "scattered_causal": (strobe.causal() & mod(lambda b, h, q, k: ids[q] % 2 == ids[k] % 2), 300, 300),
         "dilated": (mod(lambda b, h, q, k: (q // 64 - k // 64) % 2 == 0), 200, 330),
         "by_head": (mod(lambda b, h, q, k: k <= q + 100 * h), 130, 260),
         "by_entry": (mod(lambda b, h, q, k: k < 70 * b + 10), 130, 200),
@@ -84,7 +85,7 @@ def kinds_of(lists: tuple[Tensor, ...]) -> Tensor:
 @pytest.fixture(autouse=True)
 def for_small_masks(monkeypatch):
     monkeypatch.setattr(mask_blocks, "FEWEST_ELEMENTS", 0)
-    mask_blocks._masks.clear()
+    mask_blocks.KEPT.entries.clear()
 
 
 @pytest.mark.parametrize("name", masks("cpu"))
@@ -117,14 +118,14 @@ def test_lists_are_forgotten(monkeypatch):
     with on(H200):
         for call in (gone, kept):
             mask_blocks.forward_lists(Problem.from_call(call), call, (128, 128))
-        assert len(mask_blocks._masks) == 4
+        assert len(mask_blocks.KEPT.entries) == 4
         del gone, call
         gc.collect()
         mask_blocks.backward_lists(Problem.from_call(kept), kept, (128, 128))
-        assert len(mask_blocks._masks) == 3
-        monkeypatch.setattr(mask_blocks, "MOST_BYTES", 200)
+        assert len(mask_blocks.KEPT.entries) == 3
+        monkeypatch.setattr(mask_blocks.KEPT, "most_bytes", 200)
         mask_blocks.backward_lists(Problem.from_call(kept), kept, (64, 128))
-        assert [key[-2:] for key in mask_blocks._masks] == [("backward", (64, 128))]
+        assert [key[-2:] for key in mask_blocks.KEPT.entries] == [("backward", (64, 128))]
 
 
 def test_few_elements_and_key_ranges_have_no_lists(monkeypatch):
@@ -137,7 +138,7 @@ def test_few_elements_and_key_ranges_have_no_lists(monkeypatch):
     assert mask_blocks.sizes_of(Problem.from_call(call)) is None
 
 
-@pytest.mark.parametrize("name", ("documents_causal", "dilated", "by_head"))
+@pytest.mark.parametrize("name", ("scattered_causal", "dilated", "by_head"))
 def test_attention_visits_listed_blocks_alone(name):
     """Forward and backward on Hopper, against dense attention in float64."""
     mask, rows, keys = masks("cpu")[name]

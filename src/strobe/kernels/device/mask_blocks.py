@@ -11,15 +11,14 @@ storage, the view and the version of each tensor that it captures. So a tensor t
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import KernelFault
+from ...mods.derived import DerivedTensors, identity_of
 from ...mods.program import Program
 from ...problem.call import NO_BOUND, Call
 from ...problem.problem import Dense, Problem
@@ -99,7 +98,7 @@ def listed(kinds: Tensor) -> tuple[Tensor, ...]:
 
 # ---------------------------------------------------------------- kinds, and what is kept
 
-_masks: OrderedDict[tuple, tuple[list[StorageWeakRef], tuple[Tensor, ...]]] = OrderedDict()
+KEPT = DerivedTensors(MOST_BYTES)
 
 
 def _kept(
@@ -108,52 +107,21 @@ def _kept(
     key = _key(problem, call)
     if key is None:
         return made(_kinds(problem, call))
-    found = _masks.get((*key, *what))
-    if found is not None and not any(storage.expired() for storage in found[0]):
-        return found[1]
-    lists = made(_remembered((*key, "kinds"), call, lambda: (_kinds(problem, call),))[0])
-    return _remembered((*key, *what), call, lambda: lists)
+    sources = () if call.mods is None else call.mods.mask_tensors
 
+    def lists() -> tuple[Tensor, ...]:
+        return made(KEPT.get((*key, "kinds"), sources, lambda: (_kinds(problem, call),))[0])
 
-def _remembered(key: tuple, call: Call, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    found = _masks.get(key)
-    if found is None or any(storage.expired() for storage in found[0]):
-        tensors = () if call.mods is None else call.mods.mask_tensors
-        found = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors], make()
-        _evict(sum(tensor.nbytes for tensor in found[1]))
-        _masks[key] = found
-    return found[1]
-
-
-def _evict(needed: int) -> None:
-    """Forget lists of tensors that are gone, then the oldest, until all that is kept leaves room for `needed` bytes."""
-    kept = list(_masks.items())
-    sizes = {key: sum(tensor.nbytes for tensor in found[1]) for key, found in kept}
-    total = needed + sum(sizes.values())
-    for key, (storages, _) in kept:
-        if total > MOST_BYTES or any(storage.expired() for storage in storages):
-            _masks.pop(key, None)
-            total -= sizes[key]
+    return KEPT.get((*key, *what), sources, lists)
 
 
 def _key(problem: Problem, call: Call) -> tuple | None:
-    """What lists follow from; None where they must be made anew: in a graph, whose replays may find other contents,
-    and of tensors without a version. The version does not see writes through `.data`, as autograd does not.
-    """
+    """What lists follow from; None where they must be made anew."""
     mods = call.mods
-    if mods is None or any(tensor.is_inference() for tensor in mods.mask_tensors):
+    identity = None if mods is None else identity_of(mods.mask_tensors, call.q.device)
+    if mods is None or identity is None:
         return None
-    stream = 0
-    if call.q.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        stream = torch.cuda.current_stream(call.q.device).cuda_stream
-    views = [
-        (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
-        for t in mods.mask_tensors
-    ]
-    place = (call.q.device, stream, problem.layout, problem.heads_q, call.left, call.right)
-    return mods.texts.mask, *views, mods.mask_numbers, *place
+    return mods.texts.mask, *identity, mods.mask_numbers, problem.layout, problem.heads_q, call.left, call.right
 
 
 def _kinds(problem: Problem, call: Call) -> Tensor:

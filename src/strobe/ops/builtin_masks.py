@@ -1,0 +1,169 @@
+"""Calls whose mask function is a built-in mask, in whole or in part, as calls with that mask.
+
+The kernels of windows, prefixes and documents know which keys a tile visits from numbers, evaluate no function, and
+choose their tiles for the mask. `mods.recognize` finds the masks in the program. Their tensors are made on the device
+and kept while the captured tensors stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import KernelFault
+from ..kernels.device.mask_blocks import FEWEST_ELEMENTS
+from ..mods.derived import DerivedTensors, identity_of
+from ..mods.evaluate import evaluate
+from ..mods.program import Program
+from ..mods.recognize import Alike, Lengths, Limit, Recognized, recognize
+from ..problem.call import Call
+from ..problem.mask import Documents, Mask
+from ..problem.mods import Mods
+from ..problem.torch_private import FakeTensor
+
+KEPT = DerivedTensors(1 << 28)
+
+
+def with_builtin_mask(call: Call) -> Call:
+    """The call with what its mask function has of built-in masks in the call's own fields; the same call if there is
+    nothing. A call without other functions has no `mods` then.
+    """
+    mods = call.mods
+    if mods is None or not mods.texts.mask or not _is_plain((call.q, *mods.mask_tensors)):
+        return call
+    if call.q.dim() != (3 if call.packed else 4) or call.k.dim() != call.q.dim():
+        return call  # which `check` refuses
+    if call.packed:  # positions count from each sequence's start, and the diagonal of equal lengths is 0
+        if call.cu_seqlens_q is not call.cu_seqlens_k:
+            return call
+        lengths = Lengths(call.q.shape[0], call.k.shape[0], 0)
+    else:
+        lengths = Lengths(call.q.shape[1], call.k.shape[1], call.k.shape[1] - call.q.shape[1])
+    found = recognize(mods.texts.mask, mods.mask_numbers, lengths, _may_have_ranges(call))
+    if found.rest is not None and found.left is None and found.right is None:
+        return call
+    mask = _mask(call, found)
+    if mask is None:  # ids of documents that lie scattered: a window is all that is taken
+        found = recognize(mods.texts.mask, mods.mask_numbers, lengths, False)
+        if found.left is None and found.right is None:
+            return call
+        mask = Mask(found.left, found.right)
+    left_over = mods._replace(texts=mods.texts._replace(mask="" if found.rest is None else found.rest.text))
+    if found.rest is None:
+        left_over = left_over._replace(mask_tensors=(), mask_numbers=())
+    return call._replace(mods=_needed(left_over)).with_mask(call.mask & mask)
+
+
+def _is_plain(tensors: Sequence[Tensor]) -> bool:
+    return not any(isinstance(t, FakeTensor) or type(t) not in (Tensor, torch.nn.Parameter) for t in tensors)
+
+
+def _needed(mods: Mods) -> Mods | None:
+    has_some = mods.texts.score or mods.texts.mask or mods.texts.dropout or mods.texts.max_scores
+    return mods if has_some else None
+
+
+def _may_have_ranges(call: Call) -> bool:
+    """Whether a prefix, key lengths or documents may be taken. No kernel of their gradients on Hopper is deterministic,
+    and sums for captured gradients are longer without documents.
+    """
+    has_ranges = call.prefix is not None or call.key_lengths is not None or call.ids_q is not None
+    ordered = call.deterministic and call.needs_grad
+    sums = call.mods is not None and "scatters" in call.mods.texts.gradient
+    return not (call.packed or has_ranges or ordered or sums)
+
+
+def _mask(call: Call, found: Recognized) -> Mask | None:
+    """The built-in mask; None if its documents are not runs of positions, or if that cannot be known."""
+    mods = call.mods
+    if mods is None:
+        raise KernelFault("a mask without a function")
+    mask = Mask(found.left, found.right)
+    wanted = [found.prefix, *found.key_lengths]
+    if not any(wanted) and found.documents is None:
+        return mask
+    identity = identity_of(mods.mask_tensors, call.q.device)
+    key = mods.texts.mask, identity, mods.mask_numbers, tuple(call.q.shape[:2]), call.k.shape[1]
+
+    def kept(name: str, make) -> tuple[Tensor, ...]:
+        return make() if identity is None else KEPT.get((*key, name), mods.mask_tensors, make)
+
+    if found.prefix is not None:
+        prefix = found.prefix
+        mask = mask & Mask(prefix=kept("prefix", lambda: (_limit(call, (prefix,)),))[0])
+    if found.key_lengths:
+        mask = mask & Mask(key_lengths=kept("key_lengths", lambda: (_limit(call, found.key_lengths),))[0])
+    if found.documents is not None:
+        alike = found.documents
+        on_gpu = call.q.device.type != "cpu"
+        if on_gpu and (identity is None or call.q.shape[1] * call.k.shape[1] < FEWEST_ELEMENTS):
+            return None  # whether documents are runs is read once for each version of the ids
+        tensors = kept("documents", lambda: _documents(call, alike))
+        if not tensors:
+            return None
+        mask = mask & Mask(documents=Documents(*tensors))
+    return mask
+
+
+def _values(call: Call, program: Program, side: str) -> Tensor:
+    """[B, S] of a program of b and the positions of one side, or [B, 1] of b."""
+    device = call.q.device
+    positions = lambda count: torch.arange(count, dtype=torch.int32, device=device)
+    inputs = {"b": positions(call.q.shape[0])[:, None]}
+    if side:
+        inputs[side] = positions((call.q if side == "q" else call.k).shape[1])
+    mods = call.mods
+    captured = ((), ()) if mods is None else (mods.mask_tensors, mods.mask_numbers)
+    count = inputs[side].shape[0] if side else 1
+    return evaluate(program, inputs, captured)[0].expand(call.q.shape[0], count)
+
+
+def _limit(call: Call, limits: Sequence[Limit]) -> Tensor:
+    """int32 [B]: the least of the limits, between 0 and S_k."""
+    found = torch.full(call.q.shape[:1], call.k.shape[1], dtype=torch.int64, device=call.q.device)
+    for limit in limits:
+        value = limit.shift
+        if limit.value is not None:
+            value = value + _values(call, limit.value, "")[:, 0].to(torch.int64)
+        found = torch.minimum(found, torch.as_tensor(value, device=call.q.device))
+    return found.clamp(min=0).to(torch.int32)
+
+
+def _documents(call: Call, alike: Alike) -> tuple[Tensor, ...]:
+    """The tensors of `Documents`; none where a document is not one run of positions.
+
+    Ids may be any integers, and documents' ids are int32 from 0 on: an id becomes its first place among all ids in
+    order. On a GPU the host waits for the answer.
+    """
+    values = [_values(call, program, side) for program, side in ((alike.queries, "q"), (alike.keys, "k"))]
+    ordered = torch.cat([value.to(torch.int64) for value in values], 1).sort(dim=1).values
+    ids = [torch.searchsorted(ordered, value.to(torch.int64).contiguous()).to(torch.int32) for value in values]
+    for n, (program, side) in enumerate(((alike.queries_if, "q"), (alike.keys_if, "k"))):
+        if program is not None:
+            ids[n] = torch.where(_values(call, program, side), ids[n], -1)
+    scattered = [_runs(side) != _distinct(side) for side in ids]
+    if bool(torch.stack(scattered).any()):
+        return ()
+    shared = ids[0].shape == ids[1].shape and alike.queries_if is alike.keys_if is None and _alike(alike)
+    found = Documents.of(ids[0], ids[0] if shared else ids[1])
+    return found.ids_q, found.ids_k, found.spans_q, found.spans_k
+
+
+def _alike(documents: Alike) -> bool:
+    """Whether ids of keys are those of queries."""
+    nodes = [
+        tuple(node._replace(value="q") if node.op == "input" and node.value == "k" else node for node in program.nodes)
+        for program in (documents.queries, documents.keys)
+    ]
+    return nodes[0] == nodes[1]
+
+
+def _runs(ids: Tensor) -> Tensor:
+    return (ids[:, 1:] != ids[:, :-1]).sum()
+
+
+def _distinct(ids: Tensor) -> Tensor:
+    ordered = ids.sort(dim=1).values
+    return (ordered[:, 1:] != ordered[:, :-1]).sum()
