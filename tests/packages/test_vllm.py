@@ -5,6 +5,9 @@ dense attention.
 from __future__ import annotations
 
 import inspect
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -266,3 +269,14 @@ def test_the_double_has_vllms_signatures():
             ), (name, key)
     for kind in ("AttentionBackend", "AttentionMetadataBuilder", "AttentionImpl"):
         assert getattr(real, kind).__abstractmethods__ == getattr(vllm_double, kind).__abstractmethods__
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not vllm_double.is_real(), reason="vLLM is not importable")
+@pytest.mark.parametrize("window", [[], ["24"]], ids=["full", "window"])
+def test_vllm_itself_writes_the_tokens_of_transformers(window):
+    """The whole engine on a CPU, with chunked prefill and prefix caching."""
+    command = [sys.executable, "-m", "tests.packages.vllm_engine", *window]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == [True] * 5
