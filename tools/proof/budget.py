@@ -34,6 +34,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "hopper": ("sm_90",),
     "hopper.decode": ("sm_90",),
     "blackwell": ("sm_100", "sm_103"),
+    "blackwell.backward": ("sm_100", "sm_103"),
 }
 ON_EVERY_TARGET = "d128 causal"  # compiled on each commit for every target
 WITH_ALL_CASES = "sm_90"  # on each commit only this target compiles other cases, too (but see Unit.each_commit)
@@ -50,10 +51,12 @@ class Unit(NamedTuple):
 
     @property
     def call(self) -> Call | DecodeCall | PagedCall | AppendCall:
-        """The case's call, with `kernel` set to this family. It needs gradients only if the case does and the family
-        has a backward that can run it.
+        """The case's call, with `kernel` set to this family, or to the one kernel that a family of backwards is. It
+        needs gradients only if the case does and the family has a backward that can run it.
         """
         family, call = self.family.partition(".")[0], CASES_OF[self.family][self.case]()
+        if self.family.endswith(".backward"):
+            return call._replace(kernel=self.family)
         if not isinstance(call, Call):
             return call._replace(kernel=family)
         asked = call._replace(kernel=family)
@@ -72,6 +75,8 @@ class Unit(NamedTuple):
         width only: ragged keys, sizes of 1, shared or divided heads, deterministic dq, float16, clusters, documents,
         key lengths and prefixes.
         """
+        if self.family == "blackwell.backward":
+            return self.case == "d128 documents causal"
         if self.family == "blackwell":
             tilings = ("d64 dense", "d96 causal", "d128 dense", "d192/128 causal")
             return self.case == ON_EVERY_TARGET or (self.target == "sm_100" and self.case in tilings)

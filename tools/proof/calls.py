@@ -327,8 +327,22 @@ def _blackwell_cases() -> dict[str, Callable[[], Call]]:
     return cases | {"d96 packed group 4 window": partial(_packed, 96, bands["window"], (8, 2))}
 
 
+def _blackwell_backward_cases() -> dict[str, Callable[[], Call]]:
+    """Calls whose backward alone is a Blackwell kernel: rows of a batch entry see different ranges of keys."""
+    causal, window = masks.causal(), masks.window(100, 20)
+    return {
+        "d64 documents window": partial(_dense, 64, mask=_documents() & window, heads=(8, 2)),
+        "d96 documents window softcap": partial(_dense, 96, mask=_documents() & window, softcap=20.0),
+        "d128 documents causal": partial(_dense, 128, mask=_documents() & causal),
+        "d128 documents key lengths": partial(_dense, 128, mask=_documents() & _lengths()),
+        "d128 key lengths": partial(_dense, 128, mask=_lengths(), heads=(8, 2)),
+        "d128 prefix": partial(_dense, 128, mask=masks.prefix_causal(torch.tensor([30], dtype=torch.int32))),
+        "d192/128 documents causal": partial(_dense, 192, 128, mask=_documents() & causal, heads=(8, 2)),
+    }
+
+
 # kernel family -> name -> call
 CASES_OF = {
     "portable": CASES, "portable.decode": DECODES, "hopper": _hopper_cases(), "hopper.decode": HOPPER_DECODES,
-    "blackwell": _blackwell_cases(),
+    "blackwell": _blackwell_cases(), "blackwell.backward": _blackwell_backward_cases(),
 }  # fmt: skip

@@ -263,12 +263,12 @@ def problem_of(call: Call | DecodeCall | PagedCall) -> Problem | DecodeProblem |
 
 def launches(call: Call | DecodeCall | PagedCall | AppendCall, target: Target) -> list[tuple[Plan, Job]]:
     """The launches of `call` (on CPU tensors) on `target`, each with its plan: forward, and backward if gradients are
-    needed.
+    needed. The backward alone where `call.kernel` names one.
     """
     written = _planned(call, target)
     found: list[tuple[Plan, Job]] = []
     for plan, tensors in written:
-        if plan is None:
+        if plan is None or (call.kernel.endswith(".backward") and plan.kernel.name != call.kernel):
             continue
         workspace = {buffer.name: torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in plan.buffers}
         with recording(target) as jobs:

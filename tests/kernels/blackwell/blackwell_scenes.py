@@ -15,7 +15,7 @@ from strobe import reference
 from strobe.ops import attention as ops
 from strobe.problem.target import FAKES
 from strobe.testing import Case
-from tests.kernels.hopper.hopper_cases import CAUSAL
+from tests.kernels.hopper.hopper_cases import CAUSAL, runs
 from tests.kernels.hopper.hopper_scenes import Scene
 from tools.proof.simulate import posing
 
@@ -49,7 +49,23 @@ def backward_d64() -> tuple[Tensor, ...]:
     """Two heads of a group with two tiles of queries each: four steps for two stages of Q and one of dO. The keys end
     within the tile. `test_backward_barriers` mutates it.
     """
-    case = Case("scene", 200, 100, head_dim=64, batch=1, heads=(2, 1))
+    return _backward(Case("scene", 200, 100, head_dim=64, batch=1, heads=(2, 1)))
+
+
+def backward_documents() -> tuple[Tensor, ...]:
+    """Three documents of queries. The keys of the first and the last lie in one tile, with keys between that no query
+    sees. Two tiles of queries have rows of the first document alone, a third those of all.
+    """
+    mask = runs((300, 20, 20), (0, 1, 7), (60, 30, 60), (0, 5, 1))
+    return _backward(Case("scene", 340, 150, head_dim=64, batch=1, heads=(1, 1), mask=mask))
+
+
+def backward_d192_128() -> tuple[Tensor, ...]:
+    """Products one after the other, one stage of Q, four steps."""
+    return _backward(Case("scene", 200, 100, head_dim=192, head_dim_v=128, batch=1, heads=(2, 1)))
+
+
+def _backward(case: Case) -> tuple[Tensor, ...]:
     call = case.build("cpu", torch.bfloat16, kernel="blackwell.backward")._replace(needs_grad=True)
     out, lse = reference.forward(call)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)

@@ -6,12 +6,15 @@ Its lse comes from the Blackwell forward. The rings of Q (two stages) and of eve
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.kernels.blackwell.blackwell_scenes import B200
+from tests.kernels.blackwell.blackwell_scenes import B200, backward_documents
+from tests.kernels.blackwell.test_backward_sequences import SEQUENCES
 from tests.kernels.hopper.hopper_cases import CAUSAL, DTYPES, SCHEDULES, band
 
 pytest.importorskip("triton")
@@ -41,6 +44,9 @@ ON_EACH_COMMIT = (
     _case("causal_d128", 200, 150, 128, mask=CAUSAL),
     _case("window_of_a_group", 260, 150, mask=band(100, 20), heads=(2, 1)),
     _case("keys_that_no_query_sees", 130, 260, mask=band(60, 0)),
+    _case("softcap_window", 200, 150, mask=band(70, 20), softcap=3.0),
+    _case("d96_group", 150, 130, 96, heads=(2, 1)),
+    _case("d192_128_causal", 300, 150, 192, head_dim_v=128, mask=CAUSAL),
 )
 NIGHTLY = (
     _case("more_rows_sinks", 300, 150, mask=CAUSAL, sinks=True),  # rows of the first tile see no key
@@ -59,6 +65,10 @@ NIGHTLY = (
     _case("head_dim_8", 150, 130, 8, mask=CAUSAL),
     _case("one_row", 1, 300),
     _case("one_key", 300, 1, mask=CAUSAL),
+    _case("softcap_d128_sinks", 300, 260, 128, softcap=5.0, sinks=True, heads=(2, 1)),
+    _case("d192_128_group_left_softcap", 260, 190, 136, head_dim_v=72, mask=band(90, None), softcap=4.0, heads=(2, 1)),
+    _case("d192_128_whole_tiles", 256, 256, 192, head_dim_v=128),
+    _case("head_dims_72_90", 150, 130, 72, head_dim_v=90),
 )
 CASES = {case.name: case for case in (*ON_EACH_COMMIT, *NIGHTLY)}
 
@@ -118,12 +128,11 @@ def test_gradients_of_lse_and_any_strides_of_dout(layout):
 def _table() -> dict[str, int]:
     """{barrier: arrivals} of the table at the top of backward.py."""
     lines = (backward.__doc__ or "").split("Barriers  ")[1].split("\n\n")[0].splitlines()[1:]
-    return {
-        name: int(count) for name, count in (re.match(r"    (\w+)(?:\[\w\])? +(\d)", line).groups() for line in lines)
-    }
+    found = [re.match(r"    (\w+)(?:\[\w\])? +(\d)", line) for line in lines]
+    return {match[1]: int(match[2]) for match in found if match}
 
 
-def test_the_table_names_each_barrier_and_its_arrivals(judge):
+def test_the_table_names_each_barrier_and_its_arrivals():
     counts: dict[int, int] = {}
     made: dict[str, set[int]] = {}
     init, specialize = Machine.init_barrier, Gluon.warp_specialize
@@ -137,19 +146,19 @@ def test_the_table_names_each_barrier_and_its_arrivals(judge):
             arguments = dict(zip(functions_and_args[0][0].arg_names, functions_and_args[0][1]))
             seen = set()
             for pipe, fields in vars(arguments["pipes"]).items():
-                for field in ("full", "empty"):
-                    barriers = getattr(fields, field, None)
+                for field in ("full", "empty", ""):
+                    barriers = getattr(fields, field, None) if field else fields
                     if getattr(barriers, "handle", None) is not None:
                         first = barriers.handle.address
                         slots = [first + 8 * i for i in range(barriers.shape[0])]
-                        made.setdefault(f"{pipe}_{field}", set()).update(counts[slot] for slot in slots)
+                        made.setdefault(f"{pipe}_{field}".rstrip("_"), set()).update(counts[slot] for slot in slots)
                         seen.update(slots)
             assert seen == set(counts), "a barrier that no pipeline holds"
         counts.clear()
         return specialize(self, functions_and_args, *rest)
 
-    with patch.object(Machine, "init_barrier", noted_init), patch.object(Gluon, "warp_specialize", noted):
-        run_and_judge(judge, _case("table", 130, 64), torch.bfloat16, "normal", ("eager", 0))
+    with patch.object(Machine, "init_barrier", noted_init), patch.object(Gluon, "warp_specialize", noted), on(B200):
+        backward_documents()
     assert made == {name: {count} for name, count in _table().items()}
 
 
@@ -169,19 +178,32 @@ def test_explain_says_that_the_backward_has_not_run_on_the_hardware():
     assert _choice(CASES["causal_d128"], kernel="portable.backward").backward.kernel.name == "portable.backward"
 
 
-@pytest.mark.parametrize(
-    "case, words",
-    [
-        (_case("softcap", softcap=5.0), "has no softcap"),
-        (_case("packed", lengths_q=(100, 30), mask=CAUSAL), "dense layouts only; this is packed"),
-        (_case("wide", width=192, head_dim_v=128), "head dimensions up to 128; this is 192/128"),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_what_it_cannot_run_goes_to_the_portable_backward(case, words):
-    choice = _choice(case)
-    assert choice.forward.kernel.name == "blackwell.forward" and choice.backward.kernel.name == "portable.backward"
+def test_wider_heads_go_to_the_portable_backward():
+    choice = _choice(_case("wide", width=192))
+    assert choice.backward.kernel.name == "portable.backward"
+    words = (
+        "head dimensions up to 128, or 192 with values of at most 128: tensor memory holds dk and dv; this is 192/192"
+    )
     assert dict(choice.rejections)["blackwell.backward"] == words
+
+
+@pytest.mark.parametrize("name", ("softcap_window", "d192_128_causal", "packed_causal", "documents_causal", "prefix"))
+def test_the_backward_is_chosen_where_the_forward_is_not(name):
+    """The forward has no key ranges."""
+    case = CASES.get(name) or SEQUENCES[name]
+    choice = _choice(case)
+    ranges = name in ("documents_causal", "prefix")
+    assert choice.forward.kernel.name == ("portable.forward" if ranges else "blackwell.forward")
+    assert choice.backward.kernel.name == "blackwell.backward"
+
+
+def test_functions_of_scores_and_dropout_are_refused_by_name():
+    problem = Problem.from_call(CASES["causal_d128"].build("cpu", torch.bfloat16, requires_grad=True))
+    mods = SimpleNamespace(dropout=True, max_scores=False)
+    why = lambda mods: blackwell.BACKWARD.why_not(replace(problem, mods=mods), FAKES["B200"])
+    assert why(mods) == "drops no weights (dropout_p)"
+    mods.dropout = False
+    assert why(mods) == "runs no score_mod or mask_mod"
 
 
 def test_deterministic_gradients_go_to_the_portable_backward():

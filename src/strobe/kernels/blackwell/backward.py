@@ -1,8 +1,8 @@
 """Backward attention on Blackwell, one CTA: four roles around tensor memory. It has not run on a Blackwell GPU.
 
-A program owns a tile of 128 keys of one key head. It visits the tiles of 128 queries that see them, of every query head
-of the group. Scores are transposed: keys lie on the lanes of tensor memory, queries on its columns. So P^T and dS^T are
-left operands in tensor memory as they are, and LSE and delta are one value a column.
+A program owns a tile of 128 keys of one key head, a work tile. It visits the tiles of 128 queries that see them, of
+every query head of the group. Scores are transposed: keys lie on the lanes of tensor memory, queries on its columns. So
+P^T and dS^T are left operands in tensor memory as they are, and LSE and delta are one value a column.
 
 Kernels
     preprocess_kernel    delta = rowsum(dO O) - dLSE; LSE and -delta in whole tiles; zeroes dQ's float32 sum
@@ -27,13 +27,18 @@ Roles
 Tensor memory, 512 columns at d128
     S^T, P^T over its first half | dV | dP^T, dS^T over its first half, dQ over both | dK
 
-Schedule of the MMA warp, step t of a program's tiles of queries
+Schedule of the MMA warp, step t of a work tile's tiles of queries
     prologue     S(0)  dP(0)  dV(0)
     mainloop     S(t)  dK(t-1)  dQ(t-1)  dP(t)  dV(t)
     epilogue     dK  dQ of the last step
 
 While the compute warps make P(t) from S(t), the tensor cores multiply dK(t-1) and dQ(t-1). While they make dS(t), the
 tensor cores multiply dV(t).
+
+192/128 needs 576 columns so. It has 512, and the products of a step run one after the other (`serial`):
+    dV | dK | S^T, P^T over its first half | dP^T over S^T's second half and 64 columns more, dS^T over its first half
+              dQ over P^T, S^T and dP^T
+    S(t)  dP(t)  dV(t)  dK(t)  dQ(t)
 
 Barriers             arrivals                        complete when
     kv_full          1 and the bytes, load           K and V have landed
@@ -48,12 +53,20 @@ Barriers             arrivals                        complete when
     dq_full          1, commit of mma                dQ is there
     dq_empty         1, reduce                       dQ has been read
     dkv_full         1, commit of mma                dV and dK are complete; no product reads K or V any more
+Key ranges alone
+    kv_empty         1, compute                      dV and dK have left the memory of V and K
+Documents alone
+    landed[i]        2 and the bytes, load           a tile with rows of other documents has landed
 
 Products of one warp run in order. So S(t) may be written over P(t-1) once dV(t-1) has been issued, and dQ(t) over dS(t)
-once dK(t) has been issued. dP(t) is written over dQ(t-1), which reduce has read by then (dq_empty).
+once dK(t) has been issued. dP(t) is written over dQ(t-1), which reduce has read by then (dq_empty). Serial: S(t) is
+written over dQ(t-1), so it waits for dq_empty, and dP(t) over half of S(t), so it waits for p_full.
 
 The two warpgroups of compute split the columns of a tile. P^T lies over columns of S^T that the other warpgroup reads.
 All compute warps therefore meet between reading S^T and writing P^T, and between reading dP^T and writing dS^T.
+
+Packed sequences and key ranges (documents, key lengths, prefixes): `backward_work` says which rows a work tile has.
+With key ranges a program takes several work tiles, one after the other.
 
 TMA reads zeros beyond the last row and writes nothing there. A query that sees no key, or does not exist, has LSE +inf,
 so that its P is 0. dQ's sum is ordered so that the 32 lanes of a warp, which hold 32 rows, add 512 adjacent bytes:
@@ -68,33 +81,40 @@ of products of one CTA, order of dQ's sum; FlashAttention-2 (arXiv 2307.08691), 
 """
 
 from ..device.dialect import gl, gluon
+from ..device.tma import ColumnParts
 from .backward_compute import compute
 from .backward_load import load
 from .backward_memory import InputMaps, OutputMaps, Pipelines
 from .backward_mma import mma
 from .backward_reduce import reduce
+from .backward_work import SequencePointers
 
 
 @gluon.jit
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_sum, launch_params, traits: gl.constexpr
-):
-    """TMA descriptors of [B, H, S, D], as tma.descriptor makes them. stats: LSE of all rows, then -delta.
-    dq_sum: float32 [B, H_q, tiles, D / 4, 128, 4]. launch_params: LaunchParams
-    (`backward_arguments`).
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc,
+    q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc, dk_tail_desc, dv_tail_desc,
+    pointers, launch_params, traits: gl.constexpr,
+):  # fmt: skip
+    """TMA descriptors of the main and the tail columns (None where there are none), as tma.descriptor makes them.
+    stats: LSE of all rows, then -delta. pointers: Pointers, whose dq_sum is float32 [B, H_q, tiles, D / 4, 128, 4];
+    launch_params: LaunchParams (`backward_arguments`).
     """
     REGISTERS_COMPUTE: gl.constexpr = traits.registers_compute
     REGISTERS_ONE_WARP: gl.constexpr = traits.registers_one_warp
-    maps = InputMaps(q_desc, k_desc, v_desc, do_desc, stats_desc)
-    out_maps = OutputMaps(dk_desc, dv_desc)
+    q_map, k_map = ColumnParts(q_desc, q_tail_desc), ColumnParts(k_desc, k_tail_desc)
+    v_map, do_map = ColumnParts(v_desc, v_tail_desc), ColumnParts(do_desc, do_tail_desc)
+    maps = InputMaps(q_map, k_map, v_map, do_map, stats_desc)
+    out_maps = OutputMaps(ColumnParts(dk_desc, dk_tail_desc), ColumnParts(dv_desc, dv_tail_desc))
     launch = launch_params  # an assignment makes values of constants, which partitions can capture
+    sequences = SequencePointers(pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.ranges)
     pipes = Pipelines.create(maps, traits)
     gl.warp_specialize(
         [
-            (reduce, (dq_sum, pipes, launch, traits)),
-            (compute, (out_maps, pipes, launch, traits)),
-            (mma, (pipes, launch, traits)),
-            (load, (maps, pipes, launch, traits)),
+            (reduce, (pointers.dq_sum, sequences, pipes, launch, traits)),
+            (compute, (out_maps, sequences, pipes, launch, traits)),
+            (mma, (sequences, pipes, launch, traits)),
+            (load, (maps, sequences, pipes, launch, traits)),
         ],
         [8, 1, 1],
         [REGISTERS_COMPUTE, REGISTERS_ONE_WARP, REGISTERS_ONE_WARP],

@@ -8,13 +8,20 @@ from typing import Any, NamedTuple
 class ShapeParams(NamedTuple):
     """Sizes, int32."""
 
-    batch: Any
+    batch: Any  # batch entries, or packed sequences
     heads: Any  # query heads
-    seqlen_q: Any
+    seqlen_q: Any  # or all packed query tokens
     seqlen_k: Any
     num_m_blocks: Any  # tiles of queries of a head
     num_n_blocks: Any  # tiles of keys of a head
     l2_heads: Any  # key heads of a section, whose queries stay in L2
+    # key ranges: rows between the starts of batch entries; else 0
+    stride_q: Any = 0
+    stride_do: Any = 0
+    stride_k: Any = 0
+    stride_v: Any = 0
+    stride_dk: Any = 0
+    stride_dv: Any = 0
 
 
 class WindowParams(NamedTuple):
@@ -25,9 +32,10 @@ class WindowParams(NamedTuple):
 
 
 class SoftmaxParams(NamedTuple):
-    """Float32."""
+    """Float32. The raw score is q k^T, or tanh(softcap * q k^T) with a cap."""
 
     scale_log2: Any  # value of a raw score in log2 units
+    softcap: Any  # scale / cap
     scale: Any  # of dQ and dK
 
 
@@ -37,3 +45,23 @@ class LaunchParams(NamedTuple):
     shape: ShapeParams
     window: WindowParams
     softmax: SoftmaxParams
+
+
+class KeyRangeTensors(NamedTuple):
+    """What the key ranges of a batch entry's rows follow from (`device.key_ranges`)."""
+
+    spans_q: Any
+    spans_k: Any
+    ids_q: Any
+    ids_k: Any
+    key_lengths: Any
+    prefixes: Any
+
+
+class Pointers(NamedTuple):
+    """Tensors of the main kernel that TMA does not move; None where the call has none."""
+
+    dq_sum: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    ranges: Any  # KeyRangeTensors

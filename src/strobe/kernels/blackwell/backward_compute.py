@@ -12,13 +12,16 @@ from ..device.dialect import (
     mbarrier,
     partition_barrier,
     record,
+    reinterpret,
     tma_store_wait,
 )
 from ..device.mask import apply_mask
 from ..device.pipeline import PipelineState
-from ..device.tma import HeadRows, as_rows, store_part
-from .backward_memory import HALF, ROWS, OutputMaps, Pipelines, compute_layout
-from .backward_work import WorkTile, of_role
+from ..device.softmax import tanh
+from ..device.tma import ColumnParts, store_part
+from .backward_memory import HALF, ROWS, OutputMaps, Pipelines, compute_layout, rows_at
+from .backward_work import SequencePointers, WorkTile, of_role
+from .forward_memory import opaque
 
 
 @record
@@ -58,26 +61,33 @@ class AttentionMask:
     stop: Value
     n_start: gl.tensor
     shift: gl.tensor  # S_k - S_q
+    num_keys: gl.tensor
+    prefix: Value
 
     @gluon.jit
-    def of_keys(n_start, launch, traits: gl.constexpr):
-        shape, window = launch.shape, launch.window
-        key = n_start + gl.arange(0, ROWS, gl.SliceLayout(1, compute_layout(gl.float32)))
-        shift = shape.seqlen_k - shape.seqlen_q
-        first, stop = key * 0, key * 0 + shape.seqlen_q
+    def of_tile(work, launch, traits: gl.constexpr):
+        seqlen, window = work.seqlen, launch.window
+        key = work.n_start + gl.arange(0, ROWS, gl.SliceLayout(1, compute_layout(gl.float32)))
+        shift = seqlen.seqlen_k - seqlen.seqlen_q
+        first, stop = key * 0, key * 0 + seqlen.seqlen_q
+        if traits.mask.prefix:
+            first = gl.where(key < seqlen.prefix, 0, key - shift)
         if traits.mask.right:
-            first = key - shift - window.right
+            behind_right = key - shift - window.right
+            first = gl.maximum(first, behind_right) if traits.mask.prefix else behind_right
         if traits.mask.left:
             stop = gl.minimum(stop, key - shift + window.left + 1)
         if not traits.even:
-            stop = gl.where(key < shape.seqlen_k, stop, 0)
-        return AttentionMask(first, stop, n_start, shift)
+            stop = gl.where(key < seqlen.num_keys, stop, 0)
+        return AttentionMask(first, stop, work.n_start, shift, seqlen.num_keys, seqlen.prefix)
 
     @gluon.jit
     def is_partial(self, m_start, launch, traits: gl.constexpr):
         """Whether a query of the tile from m_start does not see all keys."""
         last_key, last_row = self.n_start + ROWS - 1, m_start + ROWS - 1
-        partial = last_key >= launch.shape.seqlen_k
+        partial = last_key >= self.num_keys
+        if traits.mask.prefix:
+            partial = partial | ((last_key >= self.prefix) & (last_key > m_start + self.shift))
         if traits.mask.right:
             partial = partial | (last_key > m_start + self.shift + launch.window.right)
         if traits.mask.left:
@@ -90,13 +100,14 @@ class AttentionMask:
         column = gl.arange(0, HALF, gl.SliceLayout(0, s.type.layout))[None, :]
         begin = m_start + start
         first, stop = (self.first - begin)[:, None], (self.stop - begin)[:, None]
-        return apply_mask(s, column, first, stop, float("-inf"), traits.mask.right)
+        return apply_mask(s, column, first, stop, float("-inf"), traits.mask.right or traits.mask.prefix)
 
 
 @record
 class ComputeState:
-    """Where the compute warps stand. `step` is the state of every pipeline of one stage."""
+    """Where the compute warps stand. `step` is the state of every pipeline of one stage but `dkv`."""
 
+    dkv: PipelineState  # advances with each work tile that queries see
     q: PipelineState
     do: PipelineState
     step: PipelineState
@@ -104,11 +115,23 @@ class ComputeState:
     @gluon.jit
     def start(traits: gl.constexpr):
         q, do = PipelineState.start(traits.q_stages), PipelineState.start(traits.do_stages)
-        return ComputeState(q, do, PipelineState.start(1))
+        return ComputeState(PipelineState.start(1), q, do, PipelineState.start(1))
 
     @gluon.jit
     def advance(self):
-        return ComputeState(self.q.advance(), self.do.advance(), self.step.advance())
+        return ComputeState(self.dkv, self.q.advance(), self.do.advance(), self.step.advance())
+
+    @gluon.jit
+    def behind_tile(self):
+        return ComputeState(self.dkv.advance(), self.q, self.do, self.step)
+
+
+@record
+class Weights:
+    """P^T, and its derivative by the raw score: P^T itself, or P (1 - tanh^2) with a softcap."""
+
+    p: Halves
+    slope: Halves
 
 
 @record
@@ -116,6 +139,7 @@ class ComputeWarps:
     """What the compute warps work with."""
 
     maps: OutputMaps
+    sequences: SequencePointers
     pipes: Pipelines
     launch: gl.tuple  # LaunchParams
     traits: gl.constexpr
@@ -123,32 +147,57 @@ class ComputeWarps:
     @gluon.jit
     def run(self):
         traits: gl.constexpr = self.traits
-        work = WorkTile.of_program(self.launch, traits)
-        mask = AttentionMask.of_keys(work.n_start, self.launch, traits)
-        steps = work.num_steps(traits)
         state = ComputeState.start(traits)
+        if traits.key_ranges:
+            row = gl.to_tensor(0)
+            while row >= 0:
+                work = WorkTile.of_program(row, self.sequences, self.launch, traits)
+                if work.is_valid:
+                    state = self.process_tile(work, state)
+                row = work.next_row
+        else:
+            work = WorkTile.of_program(None, self.sequences, self.launch, traits)
+            if traits.packed:
+                if work.is_valid:
+                    self.process_tile(work, state)
+            else:
+                self.process_tile(work, state)
+
+    @gluon.jit
+    def process_tile(self, work, state):
+        """All steps of a work tile, and its gradients. Returns the state behind it."""
+        traits: gl.constexpr = self.traits
+        mask = AttentionMask.of_tile(work, self.launch, traits)
+        steps = work.num_steps(traits)
         for step in range(steps):
             m_start = work.query_tile(step, self.launch.shape, traits).m_start
             self.mainloop_step(m_start, mask, state)
             state = state.advance()
-        self.epilogue(work, steps)
+        if steps > 0:
+            self.pipes.dkv.consumer_wait(state.dkv)
+            self.store_gradients(work)
+            state = state.behind_tile()
+        else:
+            self.store_zeros(work)
+        return state
 
     @gluon.jit
     def mainloop_step(self, m_start, mask, state):
+        traits: gl.constexpr = self.traits
         pipes = self.pipes
         # P = exp2(scale S - LSE)
         pipes.q.consumer_wait(state.q)
         pipes.s.consumer_wait(state.step)
-        p = self.probabilities(Halves.load(pipes.tensor.s()), m_start, mask, state)
+        weights = self.probabilities(Halves.load(pipes.tensor.s(traits)), m_start, mask, state)
         partition_barrier()  # both warpgroups have read S
-        p.store_tensor(pipes.tensor.p())
+        weights.p.store_tensor(pipes.tensor.p(traits))
         pipes.p.producer_commit(state.step)
         # dS = P (dP - delta)
         pipes.do.consumer_wait(state.do)
         pipes.dp.consumer_wait(state.step)
-        ds = self.score_gradients(p, state)
+        ds = self.score_gradients(weights.slope, state)
         partition_barrier()  # both warpgroups have read dP
-        ds.store_tensor(pipes.tensor.ds())
+        ds.store_tensor(pipes.tensor.ds(traits))
         ds.store_shared(pipes.ds.tiles)
         fence_async_shared()  # dS before dQ reads it, and LSE and delta before TMA overwrites them
         pipes.q.consumer_release(state.q)
@@ -157,39 +206,90 @@ class ComputeWarps:
 
     @gluon.jit
     def probabilities(self, s, m_start, mask, state):
+        """Weights of a step from its raw scores."""
         traits: gl.constexpr = self.traits
-        scale_log2 = self.launch.softmax.scale_log2
-        if traits.masks:
-            if mask.is_partial(m_start, self.launch, traits):
-                first = mask.apply_mask(s.first, m_start, 0, traits)
-                s = Halves(first, mask.apply_mask(s.second, m_start, HALF, traits))
         lse = self.pipes.q.stats.index(state.q.index)
-        first = gl.exp2(s.first * scale_log2 - row_values(lse, 0)[None, :])
-        return Halves(first, gl.exp2(s.second * scale_log2 - row_values(lse, HALF)[None, :]))
+        is_partial = False
+        if traits.masks:
+            is_partial = mask.is_partial(m_start, self.launch, traits)
+        if traits.softcap:
+            p, slope = self.capped_weights(s.first, m_start, mask, is_partial, lse, 0)
+            p_second, slope_second = self.capped_weights(s.second, m_start, mask, is_partial, lse, HALF)
+            return Weights(Halves(p, p_second), Halves(slope, slope_second))
+        else:
+            if traits.masks:
+                if is_partial:
+                    first = mask.apply_mask(s.first, m_start, 0, traits)
+                    s = Halves(first, mask.apply_mask(s.second, m_start, HALF, traits))
+            scale_log2 = self.launch.softmax.scale_log2
+            first = gl.exp2(s.first * scale_log2 - row_values(lse, 0)[None, :])
+            p = Halves(first, gl.exp2(s.second * scale_log2 - row_values(lse, HALF)[None, :]))
+            return Weights(p, p)
 
     @gluon.jit
-    def score_gradients(self, p, state):
+    def capped_weights(self, s, m_start, mask, is_partial, lse, start: gl.constexpr):
+        """(P, its derivative by the raw score) of HALF queries with a softcap. P in 16 bits, and each half by itself:
+        scores, P and the derivative of both halves at once would not fit in registers.
+        """
+        traits: gl.constexpr = self.traits
+        softmax = self.launch.softmax
+        s = tanh(s * softmax.softcap)
+        slope = 1.0 - s * s
+        if traits.masks:
+            if is_partial:
+                s = mask.apply_mask(s, m_start, start, traits)
+        p = gl.exp2(s * softmax.scale_log2 - row_values(lse, start)[None, :])
+        return p.to(self.maps.dk.main.dtype), p * slope
+
+    @gluon.jit
+    def score_gradients(self, slope, state):
+        """dS from dP - delta, and the derivative of P by the raw score over P's own gradient."""
         layout: gl.constexpr = compute_layout(gl.float32)
-        dp, delta = self.pipes.tensor.dp(), self.pipes.do.stats.index(state.do.index)
-        first = p.first * (dp.slice(0, HALF).load(layout) + row_values(delta, 0)[None, :])
-        return Halves(first, p.second * (dp.slice(HALF, HALF).load(layout) + row_values(delta, HALF)[None, :]))
+        dp, delta = self.pipes.tensor.dp(self.traits), self.pipes.do.stats.index(state.do.index)
+        first = slope.first * (dp.slice(0, HALF).load(layout) + row_values(delta, 0)[None, :])
+        return Halves(first, slope.second * (dp.slice(HALF, HALF).load(layout) + row_values(delta, HALF)[None, :]))
 
     # ------------------------------------------------ dV and dK
 
     @gluon.jit
-    def epilogue(self, work, steps):
-        """dV, then scale dK, by TMA from the memory of V and K; zeros where no query sees the keys."""
-        pipes, shape = self.pipes, self.launch.shape
-        rows = HeadRows(work.batch, 0, shape.seqlen_k, work.head_kv, shape.heads // self.traits.group)
-        if steps > 0:
-            mbarrier.wait(pipes.dkv.full.index(0), 0)
-        store_gradient(pipes.tensor.dv(self.traits), pipes.kv.v, 1.0, steps)
-        store_gradient(pipes.tensor.dk(self.traits), pipes.kv.k, self.launch.softmax.scale, steps)
+    def store_gradients(self, work):
+        """dV, then scale dK, by TMA from the memory of V and K."""
+        traits: gl.constexpr = self.traits
+        pipes = self.pipes
+        store_gradient(pipes.tensor.dv(traits), rows_at(pipes.kv.v, 0), 1.0)
+        store_gradient(pipes.tensor.dk(traits), rows_at(pipes.kv.k, 0), self.launch.softmax.scale)
         fence_async_shared()
         partition_barrier()
-        store_part(self.maps.dv, rows, work.n_start, 0, pipes.kv.v, False, self.traits)
-        store_part(self.maps.dk, rows, work.n_start, 0, pipes.kv.k, False, self.traits)
+        store_parts(self.maps.dv, self.dv_rows(work), work.n_start, pipes.kv.v.index(0), traits)
+        store_parts(self.maps.dk, self.dk_rows(work), work.n_start, pipes.kv.k.index(0), traits)
         tma_store_wait(0)
+        if traits.key_ranges:
+            mbarrier.arrive(pipes.kv.empty.index(0))
+
+    @gluon.jit
+    def store_zeros(self, work):
+        """Gradients of keys that no query sees. The load warp may be loading the next K and V, so they leave from dS,
+        which the products of the work tile before have read.
+        """
+        traits: gl.constexpr = self.traits
+        ds = self.pipes.ds.tiles
+        ds.store(gl.full([ROWS, ROWS], 0.0, ds.dtype, gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])))
+        fence_async_shared()
+        partition_barrier()
+        store_parts(self.maps.dv, self.dv_rows(work), work.n_start, parts_over(ds, self.maps.dv), traits)
+        store_parts(self.maps.dk, self.dk_rows(work), work.n_start, parts_over(ds, self.maps.dk), traits)
+        tma_store_wait(0)
+
+    @gluon.jit
+    def dv_rows(self, work):
+        """Opaque: coordinates that follow from the number of keys are computed after the mainloop, not kept over it."""
+        shape = self.launch.shape
+        return work.k_rows(shape.stride_dv, opaque(work.num_keys_written), shape, self.traits)
+
+    @gluon.jit
+    def dk_rows(self, work):
+        shape = self.launch.shape
+        return work.k_rows(shape.stride_dk, opaque(work.num_keys_written), shape, self.traits)
 
 
 @gluon.jit
@@ -199,18 +299,45 @@ def row_values(stats, start: gl.constexpr):
 
 
 @gluon.jit
-def store_gradient(accumulator, tile, factor, steps):
-    """An accumulator times a factor into shared memory, HALF columns at a time."""
-    layout: gl.constexpr = compute_layout(gl.float32)
-    WIDTH: gl.constexpr = accumulator.shape[1]
-    out = as_rows(tile)
-    for c in gl.static_range(WIDTH // HALF):
-        columns = gl.full([ROWS, HALF], 0.0, gl.float32, layout)
-        if steps > 0:
-            columns = accumulator.slice(c * HALF, HALF).load(layout) * factor
-        out.slice(c * HALF, HALF, dim=1).store(columns.to(tile.dtype))
+def store_gradient(accumulator, tile, factor):
+    """An accumulator times a factor into shared memory, both ColumnParts."""
+    store_columns(accumulator.main, tile.main, factor)
+    if accumulator.tail is not None:
+        store_columns(accumulator.tail, tile.tail, factor)
 
 
 @gluon.jit
-def compute(maps, pipes, launch, traits: gl.constexpr):
-    ComputeWarps(maps, pipes, of_role(launch), traits).run()
+def store_columns(accumulator, tile, factor):
+    """At most HALF columns at a time."""
+    WIDTH: gl.constexpr = min(accumulator.shape[1], HALF)
+    layout: gl.constexpr = compute_layout(gl.float32, WIDTH)
+    for c in gl.static_range(accumulator.shape[1] // WIDTH):
+        columns = accumulator.slice(c * WIDTH, WIDTH).load(layout) * factor
+        tile.slice(c * WIDTH, WIDTH, dim=1).store(columns.to(tile.dtype))
+
+
+@gluon.jit
+def parts_over(memory, desc):
+    """The beginning of a tile's memory as a tile of each of a descriptor's ColumnParts."""
+    if desc.tail is None:
+        return ColumnParts(first_block(memory, desc.main), None)
+    else:
+        return ColumnParts(first_block(memory, desc.main), first_block(memory, desc.tail))
+
+
+@gluon.jit
+def first_block(memory, desc):
+    BLOCKS: gl.constexpr = memory.numel * 2 // desc.block_type.nbytes
+    return reinterpret(memory, desc.dtype, [BLOCKS] + desc.block_shape, desc.layout).index(0)  # noqa: RUF005 (Triton has no *)
+
+
+@gluon.jit
+def store_parts(desc, rows, row, tile, traits: gl.constexpr):
+    store_part(desc.main, rows, row, 0, tile.main, False, traits)
+    if desc.tail is not None:
+        store_part(desc.tail, rows, row, desc.main.block_shape[-1], tile.tail, False, traits)
+
+
+@gluon.jit
+def compute(maps, sequences, pipes, launch, traits: gl.constexpr):
+    ComputeWarps(maps, sequences, pipes, of_role(launch), traits).run()

@@ -12,16 +12,18 @@ from ..device.dialect import (
     tmem_reg_layout,
 )
 from ..device.pipeline import Pipeline, ring
-from ..device.tma import load_part
+from ..device.tma import ColumnParts, allocate_tiles, as_rows, load_part
 from .forward_memory import ROWS, tile_layout
+from .traits import TENSOR_COLUMNS as _TENSOR_COLUMNS
 
+TENSOR_COLUMNS: gl.constexpr = gl.constexpr(_TENSOR_COLUMNS)
 HALF: gl.constexpr = gl.constexpr(64)  # columns of a tile that the compute warps handle at a time, 32 a thread
 CHUNK: gl.constexpr = gl.constexpr(32)  # columns of dQ that the reduce warps hold at a time, a row a thread
 
 
 @record
 class InputMaps:
-    """TMA descriptors of what is read."""
+    """TMA descriptors of what is read; ColumnParts of them, but for `stats`."""
 
     q: Value
     k: Value
@@ -32,7 +34,7 @@ class InputMaps:
 
 @record
 class OutputMaps:
-    """TMA descriptors of the gradients."""
+    """TMA descriptors of the gradients, ColumnParts."""
 
     dk: Value
     dv: Value
@@ -44,24 +46,26 @@ class RowsPipeline:
     compute warps read the values of rows, so empty[i] takes two arrivals.
     """
 
-    tiles: Value
+    tiles: ColumnParts
     stats: Value  # [stages, ROWS] float32: LSE in log2 units, or -delta
     full: Value
     empty: Value
 
     @gluon.jit
     def create(desc, stats_desc, stages: gl.constexpr):
-        tiles = gl.allocate_shared_memory(desc.dtype, [stages] + desc.block_shape, desc.layout)  # noqa: RUF005
         stats = gl.allocate_shared_memory(gl.float32, [stages, ROWS], stats_desc.layout)
-        return RowsPipeline(tiles, stats, ring(stages, 1), ring(stages, 2))
+        return RowsPipeline(allocate_tiles(stages, desc), stats, ring(stages, 1), ring(stages, 2))
 
     @gluon.jit
-    def producer_load(self, state, desc, stats_desc, rows, m_start, stat, traits: gl.constexpr):
-        """Acquire a stage; load the tile of HeadRows that begins at m_start, and ROWS values from `stat` on."""
-        full = self.full.index(state.index)
+    def producer_load(
+        self, state, desc, stats_desc, rows, m_start, stat, full, width: gl.constexpr, traits: gl.constexpr
+    ):
+        """Acquire a stage; load `width` columns of the tile of HeadRows that begins at m_start, and ROWS values from
+        `stat` on. Their bytes complete `full`: the stage's own barrier, unless the load warp reads the tile first.
+        """
         mbarrier.wait(self.empty.index(state.index), state.phase ^ 1)
-        mbarrier.expect(full, desc.block_type.nbytes + stats_desc.block_type.nbytes)
-        load_part(desc, rows, m_start, 0, full, self.tiles.index(state.index), False, traits)
+        mbarrier.expect(full, ROWS * (2 * width + 4))
+        load_parts(desc, rows, m_start, full, self.tiles.index(state.index), traits)
         tma_load(stats_desc, [stat], full, self.stats.index(state.index))
 
     @gluon.jit
@@ -78,58 +82,62 @@ class RowsPipeline:
 class KeyTile:
     """K and V of the program's keys. At the end dK and dV leave in their place."""
 
-    k: Value
-    v: Value
+    k: ColumnParts
+    v: ColumnParts
     full: Value
+    empty: Value  # key ranges: the gradients of the tile before have left; else None
 
 
 @record
 class TensorMemory:
-    """All 512 columns as [4, ROWS, 128] float32. One address for all: each takes a register of every role.
-
-    0   S^T, and P^T over its first half
-    1   dV
-    2   dP^T, dS^T over its first half, and dQ
-    3   dK
+    """All columns of tensor memory, in one allocation: each address takes a register of every role.
+    `traits.BackwardTraits.columns` says what lies where.
     """
 
-    columns: Value
+    columns: Value  # [ROWS, TENSOR_COLUMNS] float32
     dtype: gl.constexpr  # of P and dS
 
     @gluon.jit
-    def s(self):
+    def s(self, traits: gl.constexpr):
         """S^T [keys, queries]"""
-        return self.columns.index(0)
+        return self.columns.slice(traits.columns.s, ROWS)
 
     @gluon.jit
-    def p(self):
+    def p(self, traits: gl.constexpr):
         """P^T [keys, queries]"""
-        return half_precision(self.s(), self.dtype)
+        return half_precision(self.s(traits), self.dtype)
 
     @gluon.jit
-    def dp(self):
+    def dp(self, traits: gl.constexpr):
         """dP^T [keys, queries]"""
-        return self.columns.index(2)
+        return self.columns.slice(traits.columns.dp, ROWS)
 
     @gluon.jit
-    def ds(self):
+    def ds(self, traits: gl.constexpr):
         """dS^T [keys, queries]"""
-        return half_precision(self.dp(), self.dtype)
+        return half_precision(self.dp(traits), self.dtype)
 
     @gluon.jit
     def dq(self, traits: gl.constexpr):
         """dQ [queries, D]"""
-        return self.columns.index(2).slice(0, traits.block_d)
+        return self.parts(traits.columns.dq, traits.main_d, traits.tail_d)
 
     @gluon.jit
     def dv(self, traits: gl.constexpr):
         """dV [keys, D_v]"""
-        return self.columns.index(1).slice(0, traits.block_dv)
+        return self.parts(traits.columns.dv, traits.main_dv, traits.tail_dv)
 
     @gluon.jit
     def dk(self, traits: gl.constexpr):
         """dK [keys, D]"""
-        return self.columns.index(3).slice(0, traits.block_d)
+        return self.parts(traits.columns.dk, traits.main_d, traits.tail_d)
+
+    @gluon.jit
+    def parts(self, first: gl.constexpr, main: gl.constexpr, tail: gl.constexpr):
+        if tail == 0:
+            return ColumnParts(self.columns.slice(first, main), None)
+        else:
+            return ColumnParts(self.columns.slice(first, main), self.columns.slice(first + main, tail))
 
 
 @record
@@ -148,16 +156,21 @@ class Pipelines:
     ds: Pipeline  # dS [keys, queries] in shared memory, and dS^T in tensor memory
     dq: Pipeline
     dkv: Pipeline  # dV and dK, at the end
+    landed: Value  # documents: barriers of the load warp's own (`backward_load`); else None
 
     @gluon.jit
     def create(maps, traits: gl.constexpr):
-        dtype: gl.constexpr = maps.k.dtype
-        tensor = TensorMemory(allocate_tensor_memory(gl.float32, [4, ROWS, ROWS], tile_layout(ROWS)), dtype)
-        k = gl.allocate_shared_memory(dtype, maps.k.block_shape, maps.k.layout)
-        v = gl.allocate_shared_memory(dtype, maps.v.block_shape, maps.v.layout)
+        dtype: gl.constexpr = maps.k.main.dtype
+        columns = allocate_tensor_memory(gl.float32, [ROWS, TENSOR_COLUMNS], tile_layout(TENSOR_COLUMNS))
+        tensor = TensorMemory(columns, dtype)
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
         ds = gl.allocate_shared_memory(dtype, [ROWS, ROWS], ds_layout)
-        kv = KeyTile(k, v, ring(1, 1))
+        kv_empty, landed = None, None
+        if traits.key_ranges:
+            kv_empty = ring(1, 1)
+        if traits.mask.documents:
+            landed = ring(traits.q_stages, 2)
+        kv = KeyTile(allocate_tiles(1, maps.k), allocate_tiles(1, maps.v), ring(1, 1), kv_empty)
         q = RowsPipeline.create(maps.q, maps.stats, traits.q_stages)
         do = RowsPipeline.create(maps.do, maps.stats, traits.do_stages)
         s_pipe = Pipeline(None, ring(1, 1), None, False)
@@ -166,7 +179,25 @@ class Pipelines:
         ds_pipe = Pipeline(ds, ring(1, 1), None, False)
         dq_pipe = Pipeline(None, ring(1, 1), ring(1, 1), False)
         dkv_pipe = Pipeline(None, ring(1, 1), None, False)
-        return Pipelines(tensor, kv, q, do, s_pipe, p_pipe, dp_pipe, ds_pipe, dq_pipe, dkv_pipe)
+        return Pipelines(tensor, kv, q, do, s_pipe, p_pipe, dp_pipe, ds_pipe, dq_pipe, dkv_pipe, landed)
+
+
+@gluon.jit
+def load_parts(desc, rows, row, full, tile, traits: gl.constexpr):
+    """A tile by TMA. The caller has told the barrier its bytes."""
+    load_part(desc.main, rows, row, 0, full, tile.main, False, traits)
+    if desc.tail is not None:
+        load_part(desc.tail, rows, row, desc.main.block_shape[-1], full, tile.tail, False, traits)
+
+
+@gluon.jit
+def rows_at(tiles, index):
+    """A stage's tile as rows and columns."""
+    tile = tiles.index(index)
+    if tile.tail is None:
+        return ColumnParts(as_rows(tile.main), None)
+    else:
+        return ColumnParts(as_rows(tile.main), as_rows(tile.tail))
 
 
 @gluon.jit
@@ -176,9 +207,9 @@ def half_precision(tile, dtype: gl.constexpr):
 
 
 @gluon.constexpr_function
-def compute_layout(dtype):
-    """Registers of eight warps for [ROWS, HALF] of tensor memory: a thread holds 32 columns of a row."""
-    return tmem_reg_layout(dtype, (ROWS, HALF), tile_layout(HALF), 8)
+def compute_layout(dtype, columns=64):
+    """Registers of eight warps for [ROWS, columns] of tensor memory: a thread holds half of a row."""
+    return tmem_reg_layout(dtype, (ROWS, columns), tile_layout(columns), 8)
 
 
 @gluon.constexpr_function

@@ -4,20 +4,22 @@
     mainloop     S(t)  dK(t-1)  dQ(t-1)  dP(t)  dV(t)
     epilogue     dK  dQ of the last step
 
+    serial       S(t)  dP(t)  dV(t)  dK(t)  dQ(t)      where tensor memory does not hold S, dP and the gradients at once
+
 Products of one warp run in order, and tcgen05_commit completes a barrier once the products issued before have finished.
 """
 
-from ..device.dialect import gl, gluon, mbarrier, record, tcgen05_commit, tcgen05_mma
+from ..device.dialect import gl, gluon, mbarrier, record, tcgen05_commit, tcgen05_mma, zero_of_turn
 from ..device.pipeline import PipelineState
-from ..device.tma import as_rows
-from .backward_memory import Pipelines
+from .backward_memory import Pipelines, rows_at
 from .backward_work import WorkTile, of_role
 
 
 @record
 class MmaState:
-    """Where the MMA warp stands. `step` is the state of every pipeline of one stage."""
+    """Where the MMA warp stands. `step` is the state of every pipeline of one stage but `kv`."""
 
+    kv: PipelineState  # advances with each work tile that queries see
     q: PipelineState
     do: PipelineState
     step: PipelineState
@@ -25,11 +27,15 @@ class MmaState:
     @gluon.jit
     def start(traits: gl.constexpr):
         q, do = PipelineState.start(traits.q_stages), PipelineState.start(traits.do_stages)
-        return MmaState(q, do, PipelineState.start(1))
+        return MmaState(PipelineState.start(1), q, do, PipelineState.start(1))
 
     @gluon.jit
     def advance(self):
-        return MmaState(self.q.advance(), self.do.advance(), self.step.advance())
+        return MmaState(self.kv, self.q.advance(), self.do.advance(), self.step.advance())
+
+    @gluon.jit
+    def behind_tile(self):
+        return MmaState(self.kv.advance(), self.q, self.do, self.step)
 
 
 @record
@@ -40,37 +46,79 @@ class MmaWarp:
     traits: gl.constexpr
 
     @gluon.jit
-    def run(self, steps):
-        pipes = self.pipes
-        if steps > 0:
-            state = MmaState.start(self.traits)
-            mbarrier.wait(pipes.kv.full.index(0), 0)
-            # prologue
+    def run(self, sequences, launch):
+        traits: gl.constexpr = self.traits
+        state = MmaState.start(traits)
+        if traits.key_ranges:
+            row = gl.to_tensor(0)
+            while row >= 0:
+                work = WorkTile.of_program(row, sequences, launch, traits)
+                steps = work.num_steps(traits)
+                if work.is_valid & (steps > 0):
+                    state = self.process_tile(steps, state)
+                row = work.next_row
+        else:
+            steps = WorkTile.of_program(None, sequences, launch, traits).num_steps(traits)
+            if steps > 0:
+                self.process_tile(steps, state)
+
+    @gluon.jit
+    def process_tile(self, steps, state):
+        """The products of a work tile that queries see. Returns the state behind it."""
+        mbarrier.wait(self.pipes.kv.full.index(0), state.kv.phase)
+        if self.traits.serial:
+            state = self.serial_mainloop(steps, state)
+        else:
+            state = self.mainloop(steps, state)
+        tcgen05_commit(self.pipes.dkv.full.index(0))
+        return state.behind_tile()
+
+    @gluon.jit
+    def mainloop(self, steps, state):
+        # prologue
+        self.s_product(state)
+        if self.traits.key_ranges:  # of the work tile before
+            self.pipes.dq.producer_acquire(state.step)
+        self.dp_product(state)
+        self.dv_product(state, False)
+        # mainloop
+        for step in range(1, steps):
+            before = state
+            state = state.advance()
             self.s_product(state)
+            self.dk_product(before, step > 1)
+            self.dq_product(before)
+            self.pipes.dq.producer_acquire(state.step)  # dP is written over dQ of the step before
             self.dp_product(state)
-            self.dv_product(state, False)
-            # mainloop
-            for step in range(1, steps):
-                before = state
-                state = state.advance()
-                self.s_product(state)
-                self.dk_product(before, step > 1)
-                self.dq_product(before)
-                pipes.dq.producer_acquire(state.step)  # dP is written over dQ of the step before
-                self.dp_product(state)
-                self.dv_product(state, True)
-            # epilogue
-            self.dk_product(state, steps > 1)
+            self.dv_product(state, True)
+        # epilogue
+        self.dk_product(state, steps > 1)
+        self.dq_product(state)
+        return state.advance()
+
+    @gluon.jit
+    def serial_mainloop(self, steps, state):
+        for step in range(steps):
+            self.pipes.dq.producer_acquire(state.step)  # S is written over dQ of the step before
+            self.s_product(state)
+            self.pipes.p.consumer_wait(state.step)  # dP is written over S
+            self.dp_product(state)
+            self.dv_product(state, step > 0)
+            self.dk_product(state, step > 0)
             self.dq_product(state)
-            tcgen05_commit(pipes.dkv.full.index(0))
+            state = state.advance()
+        return state
 
     @gluon.jit
     def s_product(self, state):
         """S^T = K Q^T: [keys, d] x [d, queries]. P of the step before has been read: dV was issued before."""
         pipes, q = self.pipes, state.q
         pipes.q.consumer_wait(q)
-        queries = as_rows(pipes.q.tiles.index(q.index))
-        tcgen05_mma(as_rows(pipes.kv.k), queries.permute((1, 0)), pipes.tensor.s(), use_acc=False)
+        transposed_product(
+            tile_now(pipes.kv.k, 0, self.traits),
+            tile_now(pipes.q.tiles, q.index, self.traits),
+            pipes.tensor.s(self.traits),
+        )
         tcgen05_commit(pipes.s.full.index(0))
 
     @gluon.jit
@@ -78,17 +126,24 @@ class MmaWarp:
         """dP^T = V dO^T: [keys, d_v] x [d_v, queries]"""
         pipes, do = self.pipes, state.do
         pipes.do.consumer_wait(do)
-        gradients = as_rows(pipes.do.tiles.index(do.index))
-        tcgen05_mma(as_rows(pipes.kv.v), gradients.permute((1, 0)), pipes.tensor.dp(), use_acc=False)
+        transposed_product(
+            tile_now(pipes.kv.v, 0, self.traits),
+            tile_now(pipes.do.tiles, do.index, self.traits),
+            pipes.tensor.dp(self.traits),
+        )
         tcgen05_commit(pipes.dp.full.index(0))
 
     @gluon.jit
     def dv_product(self, state, use_acc):
         """dV += P^T dO: [keys, queries] x [queries, d_v], P^T in tensor memory"""
         pipes, do = self.pipes, state.do
-        pipes.p.consumer_wait(state.step)
-        tcgen05_mma(
-            pipes.tensor.p(), as_rows(pipes.do.tiles.index(do.index)), pipes.tensor.dv(self.traits), use_acc=use_acc
+        if not self.traits.serial:
+            pipes.p.consumer_wait(state.step)
+        product(
+            pipes.tensor.p(self.traits),
+            tile_now(pipes.do.tiles, do.index, self.traits),
+            pipes.tensor.dv(self.traits),
+            use_acc,
         )
         tcgen05_commit(pipes.do.empty.index(do.index))
 
@@ -97,8 +152,11 @@ class MmaWarp:
         """dK += dS^T Q: [keys, queries] x [queries, d], dS^T in tensor memory"""
         pipes, q = self.pipes, state.q
         pipes.ds.consumer_wait(state.step)
-        tcgen05_mma(
-            pipes.tensor.ds(), as_rows(pipes.q.tiles.index(q.index)), pipes.tensor.dk(self.traits), use_acc=use_acc
+        product(
+            pipes.tensor.ds(self.traits),
+            tile_now(pipes.q.tiles, q.index, self.traits),
+            pipes.tensor.dk(self.traits),
+            use_acc,
         )
         tcgen05_commit(pipes.q.empty.index(q.index))
 
@@ -106,11 +164,38 @@ class MmaWarp:
     def dq_product(self, state):
         """dQ = dS K: [queries, keys] x [keys, d], dS in shared memory. It is written over dS^T, which dK has read."""
         pipes = self.pipes
-        tcgen05_mma(pipes.ds.tiles.permute((1, 0)), as_rows(pipes.kv.k), pipes.tensor.dq(self.traits), use_acc=False)
+        product(
+            pipes.ds.tiles.permute((1, 0)), tile_now(pipes.kv.k, 0, self.traits), pipes.tensor.dq(self.traits), False
+        )
         tcgen05_commit(pipes.dq.full.index(0))
 
 
 @gluon.jit
-def mma(pipes, launch, traits: gl.constexpr):
-    work = WorkTile.of_program(of_role(launch), traits)
-    MmaWarp(pipes, traits).run(work.num_steps(traits))
+def tile_now(tiles, index, traits: gl.constexpr):
+    """A stage's tile. With `rematerializes` its address is computed in this step: LLVM would keep the descriptors of
+    all products' operands in registers from step to step, and spill them.
+    """
+    if traits.rematerializes:
+        index = index + zero_of_turn()
+    return rows_at(tiles, index)
+
+
+@gluon.jit
+def transposed_product(a, b, acc):
+    """acc = A B^T, where A and B have their columns in two parts."""
+    tcgen05_mma(a.main, b.main.permute((1, 0)), acc, use_acc=False)
+    if a.tail is not None:
+        tcgen05_mma(a.tail, b.tail.permute((1, 0)), acc, use_acc=True)
+
+
+@gluon.jit
+def product(a, b, acc, use_acc):
+    """acc = A B, or acc += A B, where B and acc have their columns in two parts."""
+    tcgen05_mma(a, b.main, acc.main, use_acc=use_acc)
+    if b.tail is not None:
+        tcgen05_mma(a, b.tail, acc.tail, use_acc=use_acc)
+
+
+@gluon.jit
+def mma(sequences, pipes, launch, traits: gl.constexpr):
+    MmaWarp(pipes, traits).run(sequences, of_role(launch))

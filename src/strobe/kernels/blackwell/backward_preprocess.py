@@ -8,7 +8,7 @@ postprocess_kernel   dQ's sum, in the order of backward_reduce --> dQ
 import triton
 import triton.language as tl
 
-from ..device.seqlen import store_rows
+from ..device.seqlen import find_sequence, span_of, store_rows
 
 
 @triton.jit
@@ -18,21 +18,33 @@ def head_of(base, strides, index, heads):
 
 
 @triton.jit
+def rows_of_tile(index, num_m_blocks, cu_seqlens_q, batch, total, traits: tl.constexpr):
+    """(first row of the sequence, its number of rows, first row of the tile in it) of tile `index` of a head."""
+    start, length, block = index * 0, total, index
+    if traits.packed:
+        sequence, block = find_sequence(cu_seqlens_q, index, batch, total, traits.block_m)
+        start, length = span_of(cu_seqlens_q, sequence, batch, total)
+    return start, length, block * traits.block_m
+
+
+@triton.jit
 def preprocess_kernel(tensors, strides, shape, traits: tl.constexpr):
     """A program for each tile of queries of each head. tensors: RowTensors; strides: RowStrides; shape: RowShape.
 
-    stats: LSE in log2 units of all tiles, then -delta of all. A row that sees no key, or does not exist, has LSE +inf,
-    so that its P is 0.
+    stats: LSE in log2 units of all tiles, then -delta of all; a packed sequence begins a tile of its own. A row that
+    sees no key, or does not exist, has LSE +inf, so that its P is 0.
     """
     BLOCK_M: tl.constexpr = traits.block_m
-    WIDTH: tl.constexpr = 64
+    WIDTH: tl.constexpr = 64 if traits.block_dv % 64 == 0 else 32
     PART: tl.constexpr = 2048  # float32 of dQ's sum that are zeroed at a time
     PARTS: tl.constexpr = traits.block_m * traits.block_d // 2048
     pid = tl.program_id(0)
     index, block = pid // shape.num_m_blocks, pid % shape.num_m_blocks
+    start, length, m_start = rows_of_tile(
+        block, shape.num_m_blocks, tensors.cu_seqlens_q, shape.batch, shape.tokens, traits
+    )
     lanes = tl.arange(0, BLOCK_M)
-    row = block * BLOCK_M + lanes
-    row_ok = row < shape.seqlen_q
+    row, row_ok = start + m_start + lanes, m_start + lanes < length
     # delta = rowsum(dO O) - dLSE, WIDTH columns at a time
     do_rows = head_of(tensors.dout, strides.dout, index, shape.heads)
     o_rows = head_of(tensors.out, strides.out, index, shape.heads)
@@ -44,7 +56,7 @@ def preprocess_kernel(tensors, strides, shape, traits: tl.constexpr):
         do = tl.load(do_rows + place * strides.dout.row + column[None, :], mask=is_value, other=0.0)
         o = tl.load(o_rows + place * strides.out.row + column[None, :], mask=is_value, other=0.0)
         delta += tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    place = index.to(tl.int64) * shape.seqlen_q + row
+    place = index.to(tl.int64) * shape.tokens + row
     if tensors.dlse is not None:
         delta -= tl.load(tensors.dlse + place, mask=row_ok, other=0.0)
     tl.store(tensors.delta + place, delta, mask=row_ok)
@@ -59,16 +71,22 @@ def preprocess_kernel(tensors, strides, shape, traits: tl.constexpr):
 
 
 @triton.jit
-def postprocess_kernel(dq_sum, dq, strides, shape, scale, traits: tl.constexpr):
-    """dQ = scale * its sum, a tile of queries a program. strides: Strides of dQ; shape: RowShape."""
+def postprocess_kernel(dq_sum, dq, cu_seqlens_q, strides, shape, scale, traits: tl.constexpr):
+    """dQ = scale * its sum, a tile of queries a program, WIDTH columns at a time. strides: Strides of dQ; shape:
+    RowShape.
+    """
     BLOCK_M: tl.constexpr = traits.block_m
-    BLOCK_D: tl.constexpr = traits.block_d
+    WIDTH: tl.constexpr = traits.tail_d if traits.tail_d else traits.block_d
     pid = tl.program_id(0)
     index, block = pid // shape.num_m_blocks, pid % shape.num_m_blocks
-    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    sums = dq_sum + pid.to(tl.int64) * (BLOCK_M * BLOCK_D)
-    tile = tl.reshape(tl.load(sums + tl.arange(0, BLOCK_M * BLOCK_D)), [BLOCK_D // 4, BLOCK_M, 4])
-    tile = tl.reshape(tl.permute(tile, [1, 0, 2]), [BLOCK_M, BLOCK_D]) * scale
+    start, length, m_start = rows_of_tile(block, shape.num_m_blocks, cu_seqlens_q, shape.batch, shape.tokens, traits)
+    lanes = tl.arange(0, BLOCK_M)
+    row, row_ok = start + m_start + lanes, m_start + lanes < length
+    sums = dq_sum + pid.to(tl.int64) * (BLOCK_M * traits.block_d)
     rows = head_of(dq, strides, index, shape.heads)
-    columns = tl.arange(0, BLOCK_D)
-    store_rows(rows, tile, row, columns, strides.row, row < shape.seqlen_q, traits.head_dim)
+    for part in tl.static_range(traits.block_d // WIDTH):
+        held = tl.load(sums + part * BLOCK_M * WIDTH + tl.arange(0, BLOCK_M * WIDTH))
+        tile = tl.permute(tl.reshape(held, [WIDTH // 4, BLOCK_M, 4]), [1, 0, 2])
+        tile = tl.reshape(tile, [BLOCK_M, WIDTH]) * scale
+        base, width = rows + part * WIDTH, traits.head_dim - part * WIDTH
+        store_rows(base, tile, row, tl.arange(0, WIDTH), strides.row, row_ok, width)

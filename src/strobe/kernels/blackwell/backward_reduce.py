@@ -3,35 +3,80 @@
 A thread holds a row of dQ. In a sum ordered by rows the 32 lanes of a warp would add to 32 lines of memory at a time.
 So the sum of a tile is ordered [D / 4, rows, 4]: a lane adds 16 bytes, and a warp 512 adjacent bytes
 (red.global.add.v4.f32). `backward_preprocess.postprocess_kernel` reads that order.
+
+Documents: rows of other documents in a tile add nothing, since a key may hold what 0 times is not 0.
 """
 
-from ..device.dialect import gl, gluon
+from ..device.dialect import gl, gluon, record
 from ..device.pipeline import PipelineState
-from .backward_memory import CHUNK, ROWS, reduce_layout
-from .backward_work import WorkTile, of_role
+from ..device.zero_foreign_rows import is_own_row
+from .backward_memory import CHUNK, ROWS, Pipelines, reduce_layout
+from .backward_work import SequencePointers, WorkTile, of_role
+
+
+@record
+class ReduceWarps:
+    """What the reduce warps work with."""
+
+    dq_sum: gl.tensor
+    sequences: SequencePointers
+    pipes: Pipelines
+    launch: gl.tuple  # LaunchParams
+    traits: gl.constexpr
+
+    @gluon.jit
+    def run(self):
+        traits: gl.constexpr = self.traits
+        state = PipelineState.start(1)
+        if traits.key_ranges:
+            row = gl.to_tensor(0)
+            while row >= 0:
+                work = WorkTile.of_program(row, self.sequences, self.launch, traits)
+                if work.is_valid:
+                    state = self.process_tile(work, state)
+                row = work.next_row
+        else:
+            work = WorkTile.of_program(None, self.sequences, self.launch, traits)
+            self.process_tile(work, state)
+
+    @gluon.jit
+    def process_tile(self, work, state):
+        """dQ of all steps of a work tile. Returns the state behind it."""
+        traits: gl.constexpr = self.traits
+        for step in range(work.num_steps(traits)):
+            self.add_step(work, work.query_tile(step, self.launch.shape, traits), state)
+            state = state.advance()
+        return state
+
+    @gluon.jit
+    def add_step(self, work, queries, state):
+        traits: gl.constexpr = self.traits
+        pipes = self.pipes
+        kept = None
+        if traits.mask.documents:
+            own = work.rows.own(work.batch, work.seqlen.seqlen_q, self.sequences.ranges)
+            rows = queries.m_start + gl.arange(0, ROWS, gl.SliceLayout(1, reduce_layout()))
+            kept = is_own_row(rows, own)[:, None]
+        sums = self.dq_sum + queries.index.to(gl.int64) * (ROWS * traits.block_d)
+        dq = pipes.tensor.dq(traits)
+        pipes.dq.consumer_wait(state)
+        for c in gl.static_range(traits.main_d // CHUNK):
+            add_columns(dq.main, sums, c * CHUNK, 0, kept)
+        for c in gl.static_range(traits.tail_d // CHUNK):
+            add_columns(dq.tail, sums, c * CHUNK, traits.main_d, kept)
+        pipes.dq.consumer_release(state)
 
 
 @gluon.jit
-def add_columns(dq_tile, dq_sum, start: gl.constexpr):
-    """dQ_sum += dQ of CHUNK columns; dq_sum points at the tile's sum."""
+def add_columns(dq_tile, sums, start: gl.constexpr, offset: gl.constexpr, kept):
+    """sums += dQ of CHUNK columns of a part that begins at column `offset`; sums points at the tile's sum."""
     layout: gl.constexpr = reduce_layout()
     dq = dq_tile.slice(start, CHUNK).load(layout)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-    column = start + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))[None, :]
-    gl.atomic_add(dq_sum + (column // 4 * (4 * ROWS) + row * 4 + column % 4), dq, sem="relaxed")
+    column = offset + start + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))[None, :]
+    gl.atomic_add(sums + (column // 4 * (4 * ROWS) + row * 4 + column % 4), dq, mask=kept, sem="relaxed")
 
 
 @gluon.jit
-def reduce(dq_sum, pipes, launch, traits: gl.constexpr):
-    CHUNKS: gl.constexpr = traits.block_d // CHUNK
-    launch = of_role(launch)
-    work = WorkTile.of_program(launch, traits)
-    state = PipelineState.start(1)
-    for step in range(work.num_steps(traits)):
-        queries = work.query_tile(step, launch.shape, traits)
-        dq_tile_sum = dq_sum + queries.index.to(gl.int64) * (ROWS * traits.block_d)
-        pipes.dq.consumer_wait(state)
-        for c in gl.static_range(CHUNKS):
-            add_columns(pipes.tensor.dq(traits), dq_tile_sum, c * CHUNK)
-        pipes.dq.consumer_release(state)
-        state = state.advance()
+def reduce(dq_sum, sequences, pipes, launch, traits: gl.constexpr):
+    ReduceWarps(dq_sum, sequences, pipes, of_role(launch), traits).run()

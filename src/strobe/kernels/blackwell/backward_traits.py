@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...problem.mask import MaskStructure
 from ...problem.target import KIB
 from ..runtime.compile_cache import Constants
-from .traits import REGISTERS, ROWS
+from ..runtime.tile_constants import TileConstants
+from .traits import REGISTERS, ROWS, TENSOR_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,18 @@ class BackwardTileConfig:
         return {"reduce": (16 * REGISTERS - 8 * compute - 4 * few) // 4, "compute": compute, "mma": few, "load": few}
 
 
+class TensorColumns(NamedTuple):
+    """First column of tensor memory of each tile. P^T lies over the first half of S^T, dS^T over that of dP^T."""
+
+    s: int
+    dv: int
+    dp: int
+    dk: int
+    dq: int
+
+
 @dataclass(frozen=True)
-class BackwardTraits(Constants):
+class BackwardTraits(Constants, TileConstants):
     """Compile-time constants of the backward. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     tuning: BackwardTileConfig
@@ -36,11 +48,12 @@ class BackwardTraits(Constants):
     head_dim_v: int
     group: int  # query heads that share a key head: a program visits all of them
     mask: MaskStructure
+    softcap: bool
     even: bool  # S_k is a multiple of block_n
+    packed: bool
 
     block_m = ROWS
     block_n = ROWS
-    wraps = False  # TMA descriptors of packed sequences wrap (device.tma)
 
     @property
     def q_stages(self) -> int:
@@ -61,20 +74,48 @@ class BackwardTraits(Constants):
         return self.tuning.registers[1]
 
     @property
+    def rematerializes(self) -> bool:
+        """Whether the MMA warp computes operands' descriptors in each step (`backward_mma.tile_now`): where there are
+        two parts of columns, or where a program has several tiles of keys.
+        """
+        return self.tail_d > 0 or self.key_ranges
+
+    @property
     def masks(self) -> bool:
         """Whether any tile may contain a masked pair. If not, the mainloop has no mask code."""
-        return self.mask.left or self.mask.right or not self.even
+        return self.mask.left or self.mask.right or self.mask.prefix or not self.even
+
+    @property
+    def serial(self) -> bool:
+        """Whether tensor memory does not hold S, dP and the gradients at once. Then dP overlaps S, dQ overlaps both,
+        and no product of a step runs under the arithmetic of another.
+        """
+        return 2 * ROWS + self.block_d + self.block_dv > TENSOR_COLUMNS
+
+    @property
+    def columns(self) -> TensorColumns:
+        """Serial: dP overlaps the half of S behind P, and dQ overlaps P and dP."""
+        if self.serial:
+            return TensorColumns(
+                s=TENSOR_COLUMNS - ROWS - ROWS // 2,
+                dv=0,
+                dp=TENSOR_COLUMNS - ROWS,
+                dk=self.block_dv,
+                dq=TENSOR_COLUMNS - self.block_d,
+            )
+        return TensorColumns(s=0, dv=ROWS, dp=2 * ROWS, dk=3 * ROWS, dq=2 * ROWS)
 
     def shared_bytes(self) -> int:
         """K, V, dS, the stages of Q and dO in 2 bytes each, their LSE and delta in 4, and barriers."""
         t = self.tuning
         columns = (1 + t.q_stages) * self.block_d + (1 + t.do_stages) * self.block_dv + ROWS
         barriers = 1 + 2 * t.q_stages + 2 * t.do_stages + 7
+        barriers += self.key_ranges + self.mask.documents * t.q_stages
         return 2 * ROWS * columns + 4 * ROWS * (t.q_stages + t.do_stages) + 8 * barriers
 
     def tensor_columns(self) -> int:
-        """S^T (overlaid by P^T), dV, dP^T (overlaid by dS^T, then by dQ) and dK, ROWS columns each."""
-        return 4 * ROWS
+        """Triton allocates powers of two."""
+        return TENSOR_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -84,8 +125,9 @@ class BackwardConfig:
     def __str__(self) -> str:
         form, t = self.form, self.form.tuning
         registers = ", ".join(f"{role} {count}" for role, count in t.registers_of().items())
+        order = ", serial products" if form.serial else ""
         return (
-            f"block_m={form.block_m} block_n={form.block_n} stages={t.q_stages}/{t.do_stages} one CTA, dq added by "
-            f"vector atomics, shared {form.shared_bytes() / KIB:.0f} KiB, {form.tensor_columns()} columns of tensor "
+            f"block_m={form.block_m} block_n={form.block_n} stages={t.q_stages}/{t.do_stages} one CTA{order}, dq added "
+            f"by vector atomics, shared {form.shared_bytes() / KIB:.0f} KiB, {form.tensor_columns()} columns of tensor "
             f"memory, registers {registers}; has not run on a Blackwell GPU"
         )

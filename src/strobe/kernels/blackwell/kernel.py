@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from ...problem.call import Call
-from ...problem.problem import Dense, Problem
+from ...problem.problem import Problem
 from ...problem.target import Target
 from ..protocol import Backward, Buffer, Cost, Forward, Plan, against_mods, attention_cost, entries, fills_tiles
 from ..runtime.tma_requirements import (
     against_call,
     against_mask,
     against_memory,
+    against_spans,
     against_tools,
+    has_spans,
     qheads_per_tile,
     query_tiles,
 )
@@ -126,7 +128,9 @@ FORWARD = BlackwellForward()
 # (padded head dimensions) -> tiles of the backward
 BACKWARD_TILE_CONFIGS = {
     (64, 64): BackwardTileConfig(),
+    (96, 96): BackwardTileConfig(),
     (128, 128): BackwardTileConfig(),
+    (192, 128): BackwardTileConfig(q_stages=1),
 }
 
 
@@ -138,18 +142,17 @@ class BlackwellBackward:
             return _needs_tensor_memory(target)
         if problem.deterministic or problem.batch_invariant:
             return "adds dq in no fixed order; deterministic=True and batch_invariant=True need one"
-        if not isinstance(problem.layout, Dense):
-            return f"dense layouts only; this is {type(problem.layout).__name__.lower()}"
-        if problem.softcap:
-            return "has no softcap"
         if backward_tiled(problem) is None:
-            return f"head dimensions up to 128; this is {problem.head_dim}/{problem.head_dim_v}"
+            return (
+                "head dimensions up to 128, or 192 with values of at most 128: tensor memory holds dk and dv; this is "
+                f"{problem.head_dim}/{problem.head_dim_v}"
+            )
         written = replace(problem, out_dtype=problem.dtype)  # the backward can read partial results
         return (
-            against_mods(problem)
+            _against_functions(problem)
             or against_call(written)
-            or against_mask(problem.mask)
             or against_memory(problem)
+            or against_spans(problem)
             or against_tools()
         )
 
@@ -157,9 +160,10 @@ class BlackwellBackward:
         widths = backward_tiled(problem)
         if widths is None:
             raise ValueError(f"no tile for head dimensions {problem.head_dim}/{problem.head_dim_v}")
-        even = fills_tiles(problem, ROWS)
+        even = not has_spans(problem.mask) and fills_tiles(problem, ROWS)
         tuning, head_dims = BACKWARD_TILE_CONFIGS[widths], (problem.head_dim, problem.head_dim_v)
-        return BackwardConfig(BackwardTraits(tuning, *widths, *head_dims, problem.group, problem.mask, even))
+        options = (problem.group, problem.mask, bool(problem.softcap), even, problem.packed)
+        return BackwardConfig(BackwardTraits(tuning, *widths, *head_dims, *options))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem, backward=True)
@@ -167,7 +171,7 @@ class BlackwellBackward:
     def workspace(self, problem: Problem, config: BackwardConfig) -> tuple[Buffer, ...]:
         """LSE and -delta of each row in whole tiles, and dQ's float32 sum, which preprocess_kernel zeroes."""
         form = config.form
-        tiles = (problem.layout.batch, problem.heads_q, query_tiles(problem, form.block_m))
+        tiles = (entries(problem), problem.heads_q, query_tiles(problem, form.block_m))
         return (
             Buffer("rows", (2, *tiles, form.block_m), torch.float32),
             Buffer("dq_sum", (*tiles, form.block_m * form.block_d), torch.float32),
@@ -183,6 +187,13 @@ def backward_tiled(problem: Problem) -> tuple[int, int] | None:
     """The key of BACKWARD_TILE_CONFIGS for a problem's head dimensions, or None if no tile is wide enough."""
     sizes = problem.head_dim, problem.head_dim_v
     return next((w for w in BACKWARD_TILE_CONFIGS if w[0] >= sizes[0] and w[1] >= sizes[1]), None)
+
+
+def _against_functions(problem: Problem) -> str | None:
+    """Why a kernel without hooks cannot run a problem's functions, by name, or None."""
+    if problem.mods is None:
+        return None
+    return "drops no weights (dropout_p)" if problem.mods.dropout else against_mods(problem)
 
 
 BACKWARD = BlackwellBackward()

@@ -14,12 +14,13 @@ from ...problem.problem import ALIGNMENT
 from ..device.dialect import TensorDescriptor, gl
 from ..device.persistent_launch import MOST_TILES, Launch, softmax_parameters
 from ..device.tma import addressable, descriptor
-from ..protocol import Backward, Plan, strides_of
+from ..protocol import Backward, Plan, entries, strides_of
 from ..runtime import launcher
 from ..runtime.launch_cache import CACHE, backward_addresses
+from ..runtime.tma_requirements import MOST_ROWS, entries_apart, query_tiles
 from ..runtime.workspace import pieces_of
 from . import backward
-from .backward_arguments import LaunchParams, ShapeParams, SoftmaxParams, WindowParams
+from .backward_arguments import KeyRangeTensors, LaunchParams, Pointers, ShapeParams, SoftmaxParams, WindowParams
 from .backward_preprocess import postprocess_kernel, preprocess_kernel
 from .traits import REGISTERS
 
@@ -36,10 +37,11 @@ class RowTensors(NamedTuple):
     delta: Any  # output in rows
     stats: Any  # output in whole tiles: LSE of all rows, then -delta of all
     dq_sum: Any
+    cu_seqlens_q: Any  # or None
 
 
 class Strides(NamedTuple):
-    """Of a tensor, in elements."""
+    """Of a tensor, or of all entries and heads of a packed one, in elements."""
 
     batch: Any
     row: Any
@@ -55,8 +57,9 @@ class RowShape(NamedTuple):
     """Sizes of the kernels that visit tiles of queries."""
 
     heads: Any
-    seqlen_q: Any
-    num_m_blocks: Any
+    tokens: Any  # S_q or T_q
+    batch: Any  # batch entries, or packed sequences
+    num_m_blocks: Any  # of a head
 
 
 class Views(NamedTuple):
@@ -73,18 +76,19 @@ class Views(NamedTuple):
 
 def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
     stats, dq_sum = workspace["rows"], workspace["dq_sum"]
-    dk, dv = addressable(t.dk), addressable(t.dv)
-    dout = operand(t.dout, call)
-    rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum)
+    key_ranges = plan.config.form.key_ranges
+    dk, dv = writable(t.dk, key_ranges), writable(t.dv, key_ranges)
+    dout = operand(t.dout, call, key_ranges)
+    rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, call.cu_seqlens_q)
     key: tuple = ("rows", dout.stride(), t.out.stride(), t.dlse is None)
     launched = [launcher.start(plan, key, rows, lambda: preprocess_launch(plan, rows))]
     views = Views(call.q, call.k, call.v, dout, stats, dk, dv)
+    pointers = main_pointers(call, key_ranges, dq_sum)
+    moved = (*views, *pointers[:-1], *(pointers.ranges or ()))
     key = (call.left, call.right, dout.stride(), dk.stride(), dv.stride())
-    main = partial(main_launch, plan, call, views, dq_sum)
-    launched += [launcher.start(plan, key, (*views, dq_sum), main)]
-    launched += [
-        launcher.start(plan, ("dq", t.dq.stride()), (dq_sum, t.dq), lambda: postprocess_launch(plan, dq_sum, t.dq))
-    ]
+    launched += [launcher.start(plan, key, moved, partial(main_launch, plan, call, views, pointers))]
+    sums = (dq_sum, t.dq, call.cu_seqlens_q)
+    launched += [launcher.start(plan, ("dq", t.dq.stride()), sums, lambda: postprocess_launch(plan, sums))]
     copied = dout is not t.dout
     for held, gradient in ((dk, t.dk), (dv, t.dv)):
         if held is not gradient:
@@ -94,23 +98,51 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
         CACHE.insert_launch(plan, backward_addresses(call, t, pieces_of(workspace)), launcher.in_sequence(launched))
 
 
-def operand(dout: Tensor, call: Call) -> Tensor:
+def main_pointers(call: Call, key_ranges: bool, dq_sum: Tensor) -> Pointers:
+    if not key_ranges:
+        return Pointers(dq_sum, call.cu_seqlens_q, call.cu_seqlens_k, None)
+    ranges = KeyRangeTensors(call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
+    return Pointers(dq_sum, None, None, ranges)
+
+
+def operand(dout: Tensor, call: Call, key_ranges: bool) -> Tensor:
     """dout in q's dtype with strides that TMA can address, copied only if necessary."""
     aligned = all(stride * dout.element_size() % ALIGNMENT == 0 and stride > 0 for stride in dout.stride()[:-1])
-    if dout.dtype == call.q.dtype and aligned and dout.stride(-1) == 1 and dout.data_ptr() % ALIGNMENT == 0:
+    aligned = aligned and dout.stride(-1) == 1 and dout.data_ptr() % ALIGNMENT == 0
+    if dout.dtype == call.q.dtype and aligned and (not key_ranges or rows_apart(dout) is not None):
         return dout
     return addressable(torch.empty(dout.shape, dtype=call.q.dtype, device=dout.device)).copy_(dout)
 
 
+def writable(gradient: Tensor, key_ranges: bool) -> Tensor:
+    """`addressable`; with key ranges, also with a batch stride that is a multiple of the row stride."""
+    held = addressable(gradient)
+    if not key_ranges or rows_apart(held) is not None:
+        return held
+    return addressable(torch.empty(held.shape, dtype=held.dtype, device=held.device))
+
+
+def rows_apart(tensor: Tensor) -> int | None:
+    """Batch stride in rows. None if it is not a multiple of the row stride or exceeds TMA's limit."""
+    apart = entries_apart(tensor.shape[0], tensor.stride())
+    return None if apart is None or apart * tensor.shape[0] > MOST_ROWS else apart
+
+
 def row_shape(plan: Plan) -> RowShape:
     problem = plan.problem
-    seqlen_q = problem.layout.seqlen_q
-    return RowShape(problem.heads_q, seqlen_q, -(-seqlen_q // plan.config.form.block_m))
+    num_m_blocks = query_tiles(problem, plan.config.form.block_m)
+    return RowShape(problem.heads_q, tokens(plan)[0], problem.layout.batch, num_m_blocks)
+
+
+def tokens(plan: Plan) -> tuple[int, int]:
+    """(S_q, S_k), or (T_q, T_k) of packed tensors."""
+    layout: Any = plan.problem.layout
+    return layout.tokens if plan.problem.packed else layout[1:3]
 
 
 def tiles_of_rows(plan: Plan) -> int:
     """Query tiles of all heads: programs of the kernels before and after the main one."""
-    return counted(plan, plan.problem.layout.batch * plan.problem.heads_q * row_shape(plan).num_m_blocks)
+    return counted(plan, entries(plan.problem) * plan.problem.heads_q * row_shape(plan).num_m_blocks)
 
 
 def counted(plan: Plan, programs: int) -> int:
@@ -125,25 +157,32 @@ def preprocess_launch(plan: Plan, tensors: RowTensors) -> Launch:
     return Launch(preprocess_kernel, tiles_of_rows(plan), arguments, {"num_warps": 8})
 
 
-def postprocess_launch(plan: Plan, dq_sum: Tensor, dq: Tensor) -> Launch:
-    strides = Strides(*strides_of(dq, plan.problem))
-    arguments = (dq_sum, dq, strides, row_shape(plan), plan.problem.scale, plan.config.form)
+def postprocess_launch(plan: Plan, sums: tuple[Any, ...]) -> Launch:
+    """sums: dQ's sum, dQ and cu_seqlens_q."""
+    strides = Strides(*strides_of(sums[1], plan.problem))
+    arguments = (*sums, strides, row_shape(plan), plan.problem.scale, plan.config.form)
     return Launch(postprocess_kernel, tiles_of_rows(plan), arguments, {"num_warps": 8})
 
 
-def main_launch(plan: Plan, call: Call, views: Views, dq_sum: Tensor) -> Launch:
+def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers) -> Launch:
     problem, form = plan.problem, plan.config.form
-    batch, seqlen_q, seqlen_k = problem.layout
+    seqlen_q, seqlen_k = tokens(plan)
+    strides: tuple[int, ...] = ()
+    if form.key_ranges:  # the first entry represents all
+        names = ("q", "dout", "k", "v", "dk", "dv")
+        strides = tuple(rows_apart(getattr(views, name)) or 0 for name in names)
+        views = views._replace(**{name: getattr(views, name)[0] for name in names})
     num_n_blocks = -(-seqlen_k // form.block_n)
-    heads_kv = batch * problem.heads_kv
+    if problem.packed:
+        num_n_blocks = seqlen_k // form.block_n + problem.layout.batch + 2  # device.seqlen.find_sequence
+    heads_kv = entries(problem) * problem.heads_kv
     a_head = form.group * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.block_d)
-    num_m_blocks = row_shape(plan).num_m_blocks
-    l2_heads = section(heads_kv, L2_BYTES // max(1, a_head))
-    shape = ShapeParams(batch, problem.heads_q, seqlen_q, seqlen_k, num_m_blocks, num_n_blocks, l2_heads)
-    scale_log2, _ = softmax_parameters(problem)
-    launch = LaunchParams(shape, WindowParams(call.left, call.right), SoftmaxParams(scale_log2, problem.scale))
-    arguments = (*descriptors(views, form), dq_sum, launch, form)
+    blocks = (row_shape(plan).num_m_blocks, num_n_blocks, section(heads_kv, L2_BYTES // max(1, a_head)))
+    shape = ShapeParams(problem.layout.batch, problem.heads_q, seqlen_q, seqlen_k, *blocks, *strides)
+    softmax = SoftmaxParams(*softmax_parameters(problem), problem.scale)
+    launch = LaunchParams(shape, WindowParams(call.left, call.right), softmax)
     programs = counted(plan, heads_kv * num_n_blocks)
+    arguments = (*descriptors(views, form), pointers, launch, form)
     return Launch(backward.backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": REGISTERS})
 
 
@@ -156,16 +195,21 @@ def section(heads: int, most: int) -> int:
     return next(n for n in range(max(1, min(heads, most)), 0, -1) if heads % n == 0)
 
 
-def descriptors(views: Views, form: Any) -> tuple[TensorDescriptor, ...]:
-    """As `backward_kernel` takes them."""
-    m, n, d, dv_width = form.block_m, form.block_n, form.block_d, form.block_dv
-    tiles = ((views.q, m, d), (views.k, n, d), (views.v, n, dv_width), (views.dout, m, dv_width))
-    return (
-        *(descriptor(*tile) for tile in tiles),
-        row_descriptor(views.stats, m),
-        descriptor(views.dk, n, d),
-        descriptor(views.dv, n, dv_width),
+def descriptors(views: Views, form: Any) -> tuple[TensorDescriptor | None, ...]:
+    """As `backward_kernel` takes them: tiles of the main columns, then of the tail columns or None."""
+    m, n = form.block_m, form.block_n
+    d, dv = (form.main_d, form.tail_d), (form.main_dv, form.tail_dv)
+    tiles = (
+        (views.q, m, d),
+        (views.k, n, d),
+        (views.v, n, dv),
+        (views.dout, m, dv),
+        (views.dk, n, d),
+        (views.dv, n, dv),
     )
+    main = [descriptor(tensor, rows, widths[0]) for tensor, rows, widths in tiles]
+    tail = [descriptor(tensor, rows, widths[1]) if widths[1] else None for tensor, rows, widths in tiles]
+    return (*main[:4], row_descriptor(views.stats, m), *main[4:], *tail)
 
 
 def row_descriptor(rows: Tensor, block: int) -> TensorDescriptor:
