@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .distributed.arguments import attend, attend_packed, refuse_dropout
+from .distributed.arguments import Functions, attend, attend_packed
 from .distributed.plan import Plan
 from .errors import InvalidProblem, UnsupportedProblem, wrong_type
 from .kernels.runtime import error_flags
@@ -82,10 +82,10 @@ def attention(
     if others:
         raise unknown(attention, others)
     if context_parallel is not None:
-        refuse_dropout(dropout_p)
         options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
         call = _dense(q, k, v, False, None, None, sinks, options)
-        return attend(call, context_parallel, band(causal, window), mask, out, score_mod)
+        functions = Functions(score_mod, dropout_of(dropout_p, dropout_seed, q, batch_invariant))
+        return attend(call, context_parallel, band(causal, window), mask, out, functions)
     keywords: tuple | None = None
     if (
         window is None
@@ -183,11 +183,11 @@ def attention_varlen(
     if others:
         raise unknown(attention_varlen, others)
     if context_parallel is not None:
-        refuse_dropout(dropout_p)
         options = options_of(scale, softcap, deterministic, batch_invariant, kernel)
         call = _dense(q, k, v, False, None, None, sinks, options)
+        functions = Functions(score_mod, dropout_of(dropout_p, dropout_seed, q, batch_invariant))
         offsets = cu_seqlens_q, cu_seqlens_k
-        return attend_packed(call, context_parallel, band(causal, window), mask, offsets, out, score_mod)
+        return attend_packed(call, context_parallel, band(causal, window), mask, offsets, out, functions)
     call = _dense(
         q,
         k,

@@ -4,11 +4,15 @@ against the CPU's kernels.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import strobe
 from strobe.ops import mods as ops_mods
+from strobe.problem.call import Call
+from strobe.problem.mods import Dropout
 from strobe.problem.target import FAKES
 from tools.proof.simulate import on
 
@@ -67,6 +71,28 @@ def test_dropout_of_packed_sequences_and_documents():
     ids = (torch.arange(70)[None] // 30).expand(2, 70).to(torch.int32)
     options = {"mask": strobe.documents(ids), "dropout_p": 0.3, "dropout_seed": torch.tensor([12])}
     _agree(_both(strobe.attention, _qkv(70, 70), options, A100))
+
+
+def _part(q, k, v, seed, target=None):
+    """Attention with dropout of query heads from 2, rows from 30 and keys from 16 on, as a process of a plan computes
+    it, and its gradients.
+    """
+    part = [t.detach().clone().requires_grad_() for t in (q[:, 30:, 2:], k[:, 16:, 1:], v[:, 16:, 1:])]
+    call = ops_mods.bind(Call(*part), None, None, Dropout(0.4, torch.tensor([seed, 2, 30, 16])))
+    mods = call.mods._replace(texts=call.mods.texts._replace(dropout_offsets=True))
+    with nullcontext() if target is None else on(target):
+        out = ops_mods.run(call._replace(mods=mods, kernel="cpu" if target is None else "portable"))[0]
+        return out.detach(), *torch.autograd.grad(out, part, _draw(*out.shape, seed=9).to(out.dtype))
+
+
+@pytest.mark.parametrize("target", (A100, H200))
+def test_dropout_of_a_part_counts_from_its_first_head_row_and_key(target):
+    tensors, seed = _qkv(), 2**40 + 3
+    exact = _part(*(t.float() for t in tensors), seed)
+    seen = strobe.mask_mod(lambda b, h, q, k: k >= 16)
+    whole = strobe.attention(*(t.float() for t in tensors), mask=seen, dropout_p=0.4, dropout_seed=seed)
+    torch.testing.assert_close(exact[0], whole[:, 30:, 2:])
+    _agree(zip(_part(*tensors, seed, target), exact))
 
 
 def _table_gradient(function, tensors, options, target=None):

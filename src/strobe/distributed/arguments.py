@@ -14,12 +14,13 @@ from ..problem.call import Call
 from ..problem.foreign_arguments import no_mask
 from ..problem.mask import NO_BOUND, Mask
 from .attention import attend_plan
-from .packed import mask_of_offsets
+from .mods import Functions, builtin_part
+from .packed import mask_of_offsets, sequences_of
 from .plan import Plan
 
 
 def attend(
-    call: Call, plan: object, band: tuple[int, int], mask: Mask | None, out: Tensor | None, score: object = None
+    call: Call, plan: object, band: tuple[int, int], mask: Mask | None, out: Tensor | None, functions: Functions
 ) -> Tensor:
     """`attention` of local q, k and v [B, local rows, H, D] by a plan. All ranks of the plan must call it.
 
@@ -33,24 +34,26 @@ def attend(
     whole = Mask(left, right)
     asked = mask is not None or any(whole.structure)
     mask = (whole if mask is None else whole & mask) if asked else None
-    if score is not None or isinstance(mask, MaskMod) or isinstance(plan.mask, MaskMod):
-        return _uncompiled(call, plan, mask, score)
+    if functions.are_any or isinstance(mask, MaskMod) or isinstance(plan.mask, MaskMod):
+        return _uncompiled(call, plan, mask, functions)
     if not torch.compiler.is_compiling():
         return attend_plan(call, plan, mask)
     if mask is None or not any(mask.structure[2:]):
         from .compiled import attend_compiled
 
         return attend_compiled(call, plan, mask)
-    return _uncompiled(call, plan, mask, None)
+    return _uncompiled(call, plan, mask, functions)
 
 
-def _uncompiled(call: Call, plan: Plan, mask: Mask | None, score: object) -> Tensor:
+def _uncompiled(call: Call, plan: Plan, mask: Mask | None, functions: Functions) -> Tensor:
     """Inside a compiled function the call breaks the graph."""
     if not torch.compiler.is_compiling():
-        return attend_plan(call, plan, mask, score)
+        return attend_plan(call, plan, mask, functions)
     from .uncompiled import attend_uncompiled  # here, since the decorator imports torch's compiler, which loads Triton
 
-    return cast("Callable[[Call, Plan, Mask | None, object], Tensor]", attend_uncompiled)(call, plan, mask, score)
+    return cast("Callable[[Call, Plan, Mask | None, Functions], Tensor]", attend_uncompiled)(
+        call, plan, mask, functions
+    )
 
 
 def attend_packed(
@@ -60,30 +63,28 @@ def attend_packed(
     mask: Mask | None,
     offsets: tuple[Tensor, Tensor | None],
     out: Tensor | None,
-    score: object = None,
+    functions: Functions,
 ) -> Tensor:
     """`attention_varlen` of local q, k and v [local rows, H, D] by a plan. offsets: of the whole packed tensor."""
     plan = _checked(plan, out)
-    if score is not None:  # its positions would be those of the packed tensor, and not of a sequence
-        raise UnsupportedProblem("score_mod of packed sequences with context_parallel: call attention with documents")
+    if functions.dropout is not None:
+        raise UnsupportedProblem(
+            "dropout_p of packed sequences with context_parallel: a weight's random number depends on its sequence and "
+            "position there; call attention with strobe.documents"
+        )
     if offsets[1] is not None and offsets[1] is not offsets[0]:
         raise InvalidProblem(
             "cu_seqlens_k", "other offsets than cu_seqlens_q", "the same", "leave it out with context_parallel"
         )
-    if mask is not None and (type(mask) is not Mask or any(mask.structure[2:])):
-        raise UnsupportedProblem("mask of packed sequences with context_parallel: causal and window only")
+    if mask is not None and (not isinstance(mask, Mask) or any(builtin_part(mask).structure[2:])):
+        raise UnsupportedProblem("mask of packed sequences with context_parallel: causal, window and mask_mod only")
     call = call._replace(q=call.q[None], k=call.k[None], v=call.v[None])
     documents = mask_of_offsets(plan, offsets[0])
+    if functions.are_any or isinstance(mask, MaskMod):
+        functions = functions._replace(sequences=sequences_of(plan, offsets[0], documents))
     if mask is None and band == (NO_BOUND, NO_BOUND) and documents.documents is plan.mask.documents:
-        return attend(call, plan, band, None, None)[0]  # the plan's mask, as in `attention`
-    return attend(call, plan, band, documents if mask is None else documents & mask, None)[0]
-
-
-def refuse_dropout(dropout_p: float) -> None:
-    if dropout_p:
-        raise UnsupportedProblem(
-            "dropout_p with context_parallel: a part of the rows has other indices; drop no weights"
-        )
+        return attend(call, plan, band, None, None, functions)[0]  # the plan's mask, as in `attention`
+    return attend(call, plan, band, documents if mask is None else documents & mask, None, functions)[0]
 
 
 def _checked(plan: object, out: Tensor | None) -> Plan:

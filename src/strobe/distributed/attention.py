@@ -10,22 +10,25 @@ from ..ops import attention as ops
 from ..ops import mods as ops_mods
 from ..problem.call import DTYPES, Call, check
 from ..problem.mask import Mask
+from ..problem.mods import Dropout
 from ..problem.torch_state import in_autocasts_dtype
 from .agreement import ERROR, Description, check_agreement, described_error
 from .heads import EnterHeads, LeaveHeads
 from .keys import AttendKeys
-from .mods import attend_mods, builtin_part
+from .mods import Functions, attend_mods, builtin_part
 from .plan import Plan
 
+PLAIN = Functions()
 
-def attend_plan(call: Call, plan: Plan, mask: Mask | None, score: object = None) -> Tensor:
-    """mask: in place of the plan's, or None. score: a custom score."""
+
+def attend_plan(call: Call, plan: Plan, mask: Mask | None, functions: Functions = PLAIN) -> Tensor:
+    """mask: in place of the plan's, or None."""
     call, whole = in_autocasts_dtype(call), plan.mask if mask is None else mask
-    if score is not None or isinstance(whole, MaskMod):
+    if functions.are_any or isinstance(whole, MaskMod):
         plan = plan.for_mask(builtin_part(whole))
-        mods = ops_mods.bind(call, score, whole).mods
-        agree(call, plan, "" if mods is None else str(mods.texts))
-        return attend_mods(call, plan, whole, score)
+        mods = ops_mods.bind(call, functions.score, whole).mods
+        agree(call, plan, f"{mods and mods.texts}{described(functions.dropout, call.q.is_cuda)}")
+        return attend_mods(call, plan, whole, functions.shared(plan, call.q.device))
     if mask is not None:
         plan = plan.for_mask(mask)
     agree(call, plan)
@@ -38,6 +41,14 @@ def attend_plan(call: Call, plan: Plan, mask: Mask | None, score: object = None)
     else:
         out = ops.run(call._replace(q=q, k=k, v=v, sinks=sinks).with_mask(plan.mask), None, True)[0]
     return LeaveHeads.apply(plan, out) if plan.heads_size > 1 else out
+
+
+def described(dropout: Dropout | None, on_gpu: bool) -> str:
+    """What ranks compare of dropout. On a GPU a new seed in each step would compare, and so wait, in each step."""
+    if dropout is None:
+        return ""
+    seed = "" if on_gpu or isinstance(dropout.seed, Tensor) else f", seed {dropout.seed}"
+    return f", dropout_p {dropout.p}{seed}"
 
 
 def own_heads(plan: Plan, heads_q: int) -> slice:

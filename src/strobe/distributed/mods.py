@@ -1,25 +1,28 @@
-"""Custom scores and masks under a plan: their functions get positions of the whole sequence and heads of the model.
+"""Custom scores and masks, and dropout, under a plan: they get positions of the whole sequence and heads of the model.
 
-A piece's kernel counts rows, keys and heads from its own first. So the programs add offsets to these inputs. Offsets
-are numbers that a call passes, so that all pieces share a compiled kernel. Autograd joins the pieces.
+A piece's kernel counts rows, keys and heads from its own first. So the programs and dropout's random numbers add
+offsets to them. Offsets are numbers that a call passes, so that all pieces share a compiled kernel. Autograd joins the
+pieces. Packed sequences are documents, whose functions look up the sequence of a row and its first position.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache, reduce
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ..mods.mask import MaskMod
-from ..mods.program import INT, Node, Program
+from ..mods.program import INT, Captured, Node, Program
 from ..ops import mods as ops_mods
 from ..problem.call import Call, accumulator
 from ..problem.mask import Mask
 from ..problem.merge import Partial, merge, with_sinks
-from ..problem.mods import Mods, ModTexts
+from ..problem.mods import Dropout, Mods, ModTexts
 from .group import Transfer
 from .heads import EnterHeads, LeaveHeads
 from .keys import Keys
@@ -30,10 +33,41 @@ from .runs import offset, size
 OFFSETS = ("h", "q", "k")  # the inputs that get offsets, in the order of the numbers
 
 
+class Sequences(NamedTuple):
+    """Packed sequences: for each position the index of its sequence, and the first position of that. int32 [S]."""
+
+    index: Tensor
+    start: Tensor
+
+
+class Functions(NamedTuple):
+    """What a call computes beside plain attention, apart from its mask."""
+
+    score: object = None  # a score_mod, or None
+    dropout: Dropout | None = None
+    sequences: Sequences | None = None
+
+    @property
+    def are_any(self) -> bool:
+        return self.score is not None or self.dropout is not None
+
+    def shared(self, plan: Plan, device: torch.device) -> Functions:
+        """With one seed on all ranks: a seed that is drawn is that of the first rank."""
+        if self.dropout is None:
+            return self
+        seed = self.dropout.seed_on(device)
+        if self.dropout.seed is None:
+            for group in plan.ranks.levels:
+                dist.broadcast(seed, group=group, group_src=0)
+        return self._replace(dropout=self.dropout._replace(seed=seed))
+
+
 @lru_cache(maxsize=256)
-def moved(text: str, first: int) -> str:
+def moved(text: str, first: int, tensors: int | None = None) -> str:
     """A program whose inputs h, q and k have the numbers first, first + 1 and first + 2 added, and whose diagonal is 0,
     since queries and keys of a plan are as many.
+
+    tensors: with packed sequences the number of captured tensors, which `Sequences` follow.
 
     >>> print(moved("i input q\\nf cast 0\\nout 1", 0))
     numbers i i i
@@ -46,32 +80,58 @@ def moved(text: str, first: int) -> str:
     program = Program.parse(text)
     nodes: list[Node] = []
     place: list[int] = []  # of each node of the program
+
+    def added(op: str, *args: int, value: int | str | None = None) -> int:
+        nodes.append(Node(INT, op, args, value))
+        return len(nodes) - 1
+
+    def whole(name: str) -> int:
+        """The head of the model, or the position in the whole sequence."""
+        return added("add", added("input", value=name), added("number", value=first + OFFSETS.index(name)))
+
     for node in program.nodes:
-        if node.op == "input" and node.value in OFFSETS:
-            nodes += [node, Node(INT, "number", (), first + OFFSETS.index(str(node.value)))]
-            nodes.append(Node(INT, "add", (len(nodes) - 2, len(nodes) - 1)))
-        elif node.op == "input" and node.value == "diagonal":
-            nodes.append(Node(INT, "const", (), 0))
-        else:
+        name = str(node.value)
+        if node.op != "input" or name not in (*OFFSETS, "b", "diagonal") or (name == "b" and tensors is None):
             nodes.append(node._replace(args=tuple(place[one] for one in node.args)))
+        elif name == "diagonal":
+            added("const", value=0)
+        elif name == "b":
+            added("load", whole("q"), value=tensors)
+        elif tensors is None or name == "h":
+            whole(name)
+        else:
+            position = whole(name)
+            added("sub", position, added("load", position, value=(tensors or 0) + 1))
         place.append(len(nodes) - 1)
     outputs = tuple(place[one] for one in program.outputs)
     numbers = (*program.numbers, *(INT for _ in OFFSETS))
-    return program._replace(nodes=tuple(nodes), outputs=outputs, numbers=numbers).text
+    captured = (*program.tensors, *(() if tensors is None else (Captured(INT, 1),) * 2))
+    return program._replace(nodes=tuple(nodes), outputs=outputs, numbers=numbers, tensors=captured).text
 
 
-def _placed(call: Call, offsets: tuple[int, int, int]) -> Call:
+def _placed(call: Call, offsets: tuple[int, int, int], plan: Plan, sequences: Sequences | None = None) -> Call:
     """The call with positions and heads from these on: offsets of heads, rows and keys."""
     mods = call.mods or Mods(ModTexts())
-    counts = len(mods.score_numbers), len(mods.score_numbers), len(mods.mask_numbers)
-    programs = [moved(text, count) if text else "" for text, count in zip(mods.texts[:3], counts)]
+    numbers = len(mods.score_numbers), len(mods.score_numbers), len(mods.mask_numbers)
+    tensors = len(mods.score_tensors), len(mods.score_tensors), len(mods.mask_tensors)
+    programs = [
+        moved(text, number, None if sequences is None else tensor) if text else ""
+        for text, number, tensor in zip(mods.texts[:3], numbers, tensors)
+    ]
     texts = mods.texts._replace(score=programs[0], gradient=programs[1], mask=programs[2])
-    added = tuple(map(float, offsets))
-    more = {name: getattr(mods, name) + added for name in ("score_numbers", "mask_numbers")}
+    more: dict[str, Any] = {
+        name: (*getattr(mods, name), *map(float, offsets)) for name in ("score_numbers", "mask_numbers")
+    }
+    for name, text in (("score_tensors", texts.score), ("mask_tensors", texts.mask)):
+        more[name] = (*getattr(mods, name), *(sequences if sequences is not None and text else ()))
+    if mods.dropout_seed is not None:
+        device = mods.dropout_seed.device
+        added = plan.keep(("dropout", offsets, device), lambda: torch.tensor(offsets, device=device))
+        more["dropout_seed"], texts = torch.cat([mods.dropout_seed, added]), texts._replace(dropout_offsets=True)
     return call._replace(mods=mods._replace(texts=texts, **more))
 
 
-def attend_mods(call: Call, plan: Plan, mask: Mask | None, score: object) -> Tensor:
+def attend_mods(call: Call, plan: Plan, mask: Mask | None, functions: Functions) -> Tensor:
     """Attention of local rows. plan: of the mask without its function, which is read from `mask`."""
     q, k, v, sinks, head = *call[:3], call.sinks, 0
     if plan.heads_size > 1:
@@ -80,14 +140,15 @@ def attend_mods(call: Call, plan: Plan, mask: Mask | None, score: object) -> Ten
         sinks = sinks if sinks is None else sinks[head : head + heads]
         q, k, v = EnterHeads.apply(plan, q, k, v)
     if plan.keys_size > 1:
-        out = _over_keys(call._replace(q=q, k=k, v=v, sinks=sinks), plan, mask, score, head)
+        out = _over_keys(call._replace(q=q, k=k, v=v, sinks=sinks), plan, mask, functions, head)
     else:
         inner = call._replace(q=q, k=k, v=v, sinks=sinks).with_mask(plan.mask)
-        out = ops_mods.run(_placed(ops_mods.bind(inner, score, mask), (head, 0, 0)))[0]
+        bound = ops_mods.bind(inner, functions.score, mask, functions.dropout)
+        out = ops_mods.run(_placed(bound, (head, 0, 0), plan, functions.sequences))[0]
     return LeaveHeads.apply(plan, out) if plan.heads_size > 1 else out
 
 
-def _over_keys(call: Call, plan: Plan, mask: Mask | None, score: object, head: int) -> Tensor:
+def _over_keys(call: Call, plan: Plan, mask: Mask | None, functions: Functions, head: int) -> Tensor:
     q, (k, v), own = call.q, HoldKeys.apply(plan, call.k, call.v), plan.own_rows
     rows_once, found = plan.pieces.rows_once, []
     for piece in plan.pieces.all:
@@ -97,8 +158,10 @@ def _over_keys(call: Call, plan: Plan, mask: Mask | None, score: object, head: i
         part = call._replace(
             q=q[:, rows], k=k[:, keys], v=v[:, keys], sinks=call.sinks if rows_once else None, partial=not rows_once
         )
-        bound = ops_mods.bind(part.with_mask(mask_of(piece, plan.mask)), score, mask)
-        found.append((rows, ops_mods.run(_placed(bound, (head, piece.rows[0], piece.keys[0])))[:2]))
+        part = part.with_mask(mask_of(piece, plan.mask))
+        bound = ops_mods.bind(part, functions.score, mask, functions.dropout)
+        placed = _placed(bound, (head, piece.rows[0], piece.keys[0]), plan, functions.sequences)
+        found.append((rows, ops_mods.run(placed)[:2]))
     if not found:  # zeros that depend on the tensors: the backward of each rank must exchange gradients
         return q.new_zeros((*q.shape[:3], v.shape[3])) + sum(t[:, :0].sum() for t in (q, k, v))
     around = lambda rows: (rows.start, q.shape[1] - rows.stop)  # rows before and after a piece

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from ..errors import wrong_type
 from ..problem.mask import Documents, Mask, as_int32
+from .mods import Sequences
 from .plan import Plan
 
 
@@ -31,6 +34,16 @@ def mask_of_offsets(plan: Plan, cu_seqlens: Tensor) -> Mask:
         remember_offsets(plan, cu_seqlens, documents)
         return documents
     return kept[1]
+
+
+def sequences_of(plan: Plan, cu_seqlens: Tensor, documents: Mask) -> Sequences:
+    """What functions of scores look up. Positions outside of every sequence are hidden, so what they find is free."""
+
+    def made() -> Sequences:
+        index = cast("Documents", documents.documents).ids_q[0].clamp(min=0)
+        return Sequences(index, as_int32(cu_seqlens)[index.long()] if len(cu_seqlens) else index)
+
+    return plan.keep(("sequences", *_key(cu_seqlens)), made)
 
 
 def remember_offsets(plan: Plan, cu_seqlens: Tensor, documents: Mask) -> None:

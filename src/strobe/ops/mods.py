@@ -125,7 +125,8 @@ def _flat(mods: Mods) -> tuple:
 def _mods(flat: tuple, packed: bool) -> Mods:
     """An op's first arguments as Mods."""
     score, gradient, mask, score_tensors, mask_tensors, score_numbers, mask_numbers, p, seed, max_scores = flat
-    texts = ModTexts(score, gradient, mask, seed is not None, max_scores, packed)
+    has_offsets = seed is not None and seed.numel() > 1
+    texts = ModTexts(score, gradient, mask, seed is not None, max_scores, packed, has_offsets)
     captured = tuple(score_tensors), tuple(mask_tensors)
     return Mods(texts, *captured, tuple(score_numbers), tuple(mask_numbers), p, seed)
 

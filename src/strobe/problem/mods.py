@@ -11,8 +11,8 @@ from torch import Tensor
 
 class ModTexts(NamedTuple):
     """What is constant of a call's custom score and mask: the programs of the score, of its gradient, and of the mask,
-    as text (`mods.program`; empty: none), whether weights are dropped, whether row maxima are returned, and whether
-    sequences are packed.
+    as text (`mods.program`; empty: none), whether weights are dropped, whether row maxima are returned, whether
+    sequences are packed, and whether heads and positions of dropout are counted from others than the call's first.
     """
 
     score: str = ""
@@ -21,6 +21,7 @@ class ModTexts(NamedTuple):
     dropout: bool = False
     max_scores: bool = False
     packed: bool = False
+    dropout_offsets: bool = False
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -57,7 +58,7 @@ class Mods(NamedTuple):
     score_numbers: tuple[float, ...] = ()
     mask_numbers: tuple[float, ...] = ()
     dropout_p: float = 0.0
-    dropout_seed: Tensor | None = None  # int64 [1]
+    dropout_seed: Tensor | None = None  # int64 [1]; with offsets [4]: the seed, the first head, query and key
     gradients: tuple[Tensor | None, ...] = ()  # of score_tensors, in the accumulators' dtype: a backward adds to them
     max_scores: Tensor | None = None  # as lse: a forward writes each row's greatest score
 

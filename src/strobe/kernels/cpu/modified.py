@@ -109,7 +109,10 @@ class ModifiedBlock(NamedTuple):
             return weights
         inputs, p = self._with_keys(tile), self.mods.dropout_p
         places = [inputs[name] for name in ("b", "h", "q", "k")]
-        found = kept(self.mods.dropout_seed, p, *places).expand(*self.shape, weights.shape[-1])
+        seed, *offsets = self.mods.dropout_seed
+        for n, offset in enumerate(offsets, 1):
+            places[n] = places[n] + offset
+        found = kept(seed, p, *places).expand(*self.shape, weights.shape[-1])
         return torch.where(found, self._view(weights) * (1.0 / (1.0 - p)), 0.0).view_as(weights)
 
     def _scatter(self, program: Program, rest: Sequence[Tensor], hidden: Tensor | None, n_keys: int) -> None:

@@ -25,6 +25,7 @@ class DropoutParams(NamedTuple):
     seed: Any  # int64 [1] on the device
     p: Any  # the probability that a weight is dropped
     scale: Any  # 1 / (1 - p)
+    offsets: Any = None  # int64 [4]: what follows the seed is added to the head, the query's and the key's position
 
 
 class DropoutStream(NamedTuple):
@@ -56,9 +57,14 @@ def dropout_stream(params, b, h):
     """The DropoutStream of batch entry b and query head h, both int32 scalars."""
     seed = tl.load(params.seed)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    if params.offsets is not None:
+        h += tl.load(params.offsets + 1).to(tl.int32)
     x, y = philox(b.to(tl.uint32), h.to(tl.uint32), low)
     x, y = philox(x, y, high)
     key, _ = philox(y, x, high)
+    if params.offsets is not None:
+        x += tl.load(params.offsets + 3).to(tl.uint32)
+        y += tl.load(params.offsets + 2).to(tl.uint32)
     least = (params.p * 4294967296.0).to(tl.int64).to(tl.uint32)
     return DropoutStream(x, y, key, least, params.scale)
 

@@ -173,7 +173,8 @@ def _aux(plan: Plan, call: Call) -> ScoreModAux:
     if mods.dropout_seed is not None:
         from ..device.dropout import DropoutParams
 
-        dropout = DropoutParams(mods.dropout_seed, mods.dropout_p, 1.0 / (1.0 - mods.dropout_p))
+        offsets = mods.dropout_seed if mods.texts.dropout_offsets else None
+        dropout = DropoutParams(mods.dropout_seed, mods.dropout_p, 1.0 / (1.0 - mods.dropout_p), offsets)
     return ScoreModAux(*mod_aux(plan.problem, call), dropout, mods.max_scores)
 
 
