@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe.errors import InvalidProblem
-from strobe.sim.campaign import DETECTORS, MAX_SECONDS, campaign, explain, timed
+from strobe.sim.campaign import DETECTORS, MAX_SECONDS, explain, timed
 from strobe.sim.report import SimulationFault
 from strobe.sim.scene import SceneError
 
@@ -55,10 +55,11 @@ def score(suite: Suite, scene: Any, all_detectors: bool = True) -> tuple[dict, l
     """A scene's row, and messages for survivors without a reason and reasons without a survivor."""
     run = suite.campaign(scene, all_detectors)
     try:
-        verdicts, seconds = timed(lambda: campaign(run.scene, run.target, run.files, all_detectors, checks=run.checks))
+        baseline = run.baseline()
     except SimulationFault as fault:
         return {}, [_faulty(scene, fault)]
-    return scored(Measured(suite, scene, verdicts, seconds))
+    verdicts, seconds = timed(lambda: run.verdicts(baseline))
+    return scored(Measured(suite, scene, verdicts, seconds, baseline.sources))
 
 
 def scored(found: Measured) -> tuple[dict, list[str]]:
@@ -169,12 +170,11 @@ def _run(a: argparse.Namespace) -> int:
             "--scene", repr(a.scene), f"a pattern of {names}", "quote it, so that the shell leaves it alone"
         )
     journal = _journal(a)
-    found = _measure(a, chosen, journal)
+    found, errors = _measure(a, chosen, journal)
     whole = [scored(one) for one in found if not one.missing]
     rows = [row for row, _ in whole if row]
-    faults = [fault for _, faults in whole for fault in faults] + [
-        stray for suite in suites for stray in suite.strays()
-    ]
+    faults = errors + [fault for _, faults in whole for fault in faults]
+    faults += [stray for suite in suites for stray in suite.strays()]
     order = [(str(suite.scenes), scene.name) for suite in suites for scene in suite.all()]
     everything = merged(read(a.results), rows, order)
     a.results.write_text("".join(json.dumps(row) + "\n" for row in everything))
@@ -203,8 +203,10 @@ def _journal(a: argparse.Namespace) -> Journal:
     return journal
 
 
-def _measure(a: argparse.Namespace, chosen: Sequence[tuple[Suite, Any]], journal: Journal) -> list[Measured]:
-    """The verdicts of each scene, with a progress bar on a terminal."""
+def _measure(
+    a: argparse.Namespace, chosen: Sequence[tuple[Suite, Any]], journal: Journal
+) -> tuple[list[Measured], list[str]]:
+    """The verdicts of each scene, and what kept mutants from being run. Shows a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -217,7 +219,7 @@ def _measure(a: argparse.Namespace, chosen: Sequence[tuple[Suite, Any]], journal
 
         runner = Runner(journal, a.jobs, measure=not a.from_journal, max_seconds=a.max_seconds, progress=update)
         current = {(row["scenes"], row["scene"]): row.get("sources") for row in read(a.results)} if a.stale else {}
-        return runner.run(chosen, current)
+        return runner.run(chosen, current), runner.errors
 
 
 def _show(rows: Sequence[dict]) -> None:

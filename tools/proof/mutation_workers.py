@@ -33,7 +33,7 @@ from strobe.sim import Checks
 from strobe.sim.campaign import MAX_SECONDS, Baseline, Campaign, Verdict
 from strobe.sim.mutate import Mutant, mutants
 from strobe.sim.report import SimulationFault
-from strobe.sim.scene import Scene, load
+from strobe.sim.scene import FAILURES, Scene, load
 
 from .provenance import circumstances
 
@@ -140,7 +140,10 @@ class _Inline(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except FAILURES as error:  # as in a worker process, it belongs to the future
+            future.set_exception(error)
         return future
 
 
@@ -216,7 +219,10 @@ def measured(suite: Suite, scene: Any, sources: str, journal: Journal) -> Measur
         if line["said"] is not None
     ]
     seconds = first["seconds"] + sum(line["seconds"] for line in lines)
-    return Measured(suite, scene, verdicts, seconds, sources, first["circumstances"], len(keys) - len(lines))
+    made_with = first["circumstances"]
+    if made_with["commit"] is None:  # measured on a copy without a repository, whose sources are those of this one
+        made_with = made_with | {"commit": circumstances()["commit"]}
+    return Measured(suite, scene, verdicts, seconds, sources, made_with, len(keys) - len(lines))
 
 
 # ---------------------------------------------------------------- the queue
@@ -260,6 +266,7 @@ class Runner:
 
         current: hashes of sources by (file, scene). A scene of these sources is left out of what is returned.
         """
+        self.errors: list[str] = []  # what kept mutants from being run
         self._current = current or {}
         self._sources: dict[tuple[str, str], str] = {}
         self._faults: dict[tuple[str, str], str] = {}
@@ -267,9 +274,11 @@ class Runner:
             try:
                 self._drain(pool, folder, chosen)
             except KeyboardInterrupt:
+                handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `timeout` sends a second one
                 pool.shutdown(wait=False, cancel_futures=True)
                 for worker in multiprocessing.active_children():
                     worker.terminate()
+                signal.signal(signal.SIGINT, handler)
         return [self._measured(suite, scene) for suite, scene in chosen if not self._is_current(suite, scene)]
 
     def _is_current(self, suite: Suite, scene: Any) -> bool:
@@ -293,7 +302,10 @@ class Runner:
             for future in wait(pending, return_when=FIRST_COMPLETED).done:
                 task = pending.pop(future)
                 key = str(task.suite.scenes), task.scene.name
-                if task.function is run_baseline:
+                if error := future.exception():
+                    what = f"mutant {task.index}" if task.index >= 0 else "the unchanged kernel"
+                    self.errors.append(f"{task.scene.name}: {what} was not run: {type(error).__name__}: {error}")
+                elif task.function is run_baseline:
                     mutants = self._begin(task.suite, task.scene, future.result())
                     left[key], total = len(mutants), total + len(mutants)
                     for index, candidate in mutants:
