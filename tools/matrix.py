@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.release_check import ReleaseFault, build, environment, run_installed
+from tools.release_check import ROOT, ReleaseFault, build, environment, run_installed
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TORCHES = ("torch==2.10.*", "torch")  # the oldest that pyproject.toml allows, the newest that the index has
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--index", default=CPU_INDEX, metavar="URL", help=f"where torch comes from ({CPU_INDEX})")
     a = parser.parse_args(argv)
     try:
-        wheel, _ = build()
+        wheel, _ = build(ROOT, "strobe_attention")
     except ReleaseFault as fault:
         print(fault, file=sys.stderr)
         return 1

@@ -10,10 +10,11 @@ from torch import Tensor
 
 import strobe
 from strobe.interface import _dense
+from strobe.mods.evaluate import evaluate
 from strobe.mods.mask import BoundMask, MaskMod, _Bound
 from strobe.mods.program import Program
 from strobe.ops import mods as ops_mods
-from strobe.ops.builtin_masks import with_builtin_mask
+from strobe.ops.builtin_masks import with_builtin_mask, with_simpler_score
 from strobe.problem.call import Call
 from strobe.problem.keywords import options_of
 
@@ -174,6 +175,54 @@ def test_documents_on_a_gpu():
         out = strobe.attention(q, k, v, mask=mask)
     graph.replay()
     assert (out - wanted).float().norm() <= 4e-3 * wanted.float().norm()
+
+
+# ---------------------------------------------------------------- scores without |.|
+
+DISTANCES = {
+    "alibi": (strobe.alibi(torch.ones(2)), strobe.causal(), 64, 64, True),
+    "alibi, more keys": (strobe.alibi(torch.ones(2)), strobe.causal(), 40, 64, True),
+    "alibi, more queries": (strobe.alibi(torch.ones(2)), strobe.causal(), 64, 40, True),
+    "without a mask": (strobe.alibi(torch.ones(2)), strobe.full(), 64, 64, False),
+    "a prefix": (strobe.alibi(torch.ones(2)), strobe.prefix_causal(9), 64, 64, False),
+    "a key to the right": (strobe.alibi(torch.ones(2)), strobe.window(None, 1), 64, 64, False),
+    "keys to the right": (strobe.alibi(torch.ones(2)), strobe.window(0, None), 64, 64, True),
+    "a function": (lambda s, b, h, q, k: s - (k - q).abs(), strobe.causal(), 64, 64, True),
+    "top left": (lambda s, b, h, q, k: s - (k - q).abs(), strobe.causal(), 40, 64, False),
+    "top left, more queries": (lambda s, b, h, q, k: s - (k - q).abs(), strobe.causal(), 64, 40, True),
+    "shifted": (lambda s, b, h, q, k: s - (q - k + 3).abs().float() / 2, strobe.window(None, 2), 64, 64, True),
+    "of scores": (lambda s, b, h, q, k: s.abs() - (q - 2 * k).abs(), strobe.causal(), 64, 64, False),
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_without_absolute_values(name):
+    """Where the mask shows a key, the term has one sign, so scores are the same."""
+    score, mask, rows, keys, is_shorter = DISTANCES[name]
+    call = call_of(mask, rows, keys, score=score)
+    found = with_simpler_score(call)
+    assert call.mods is not None and found.mods is not None
+    assert (" abs " in call.mods.texts.score, " abs " in found.mods.texts.score) == (True, not is_shorter)
+    positions = lambda count, *after: torch.arange(count, dtype=torch.int32).view(-1, *[1 for _ in after])
+    inputs = {
+        "score": torch.randn(2, 2, rows, keys, generator=torch.Generator().manual_seed(3)),
+        "b": positions(2, "h", "q", "k"), "h": positions(2, "q", "k"), "q": positions(rows, "k"), "k": positions(keys),
+        "diagonal": torch.tensor(keys - rows, dtype=torch.int32),
+    }  # fmt: skip
+    captured = call.mods.score_tensors, call.mods.score_numbers
+    before, after = (evaluate(Program.parse(mods.texts.score), inputs, captured)[0] for mods in (call.mods, found.mods))
+    assert torch.equal(before[seen_by(call)], after[seen_by(call)])
+    assert is_shorter or torch.equal(before, after)
+
+
+def test_distances_of_packed_sequences():
+    """The diagonal of a sequence is not known, so a term must count from it."""
+    q, k = torch.zeros(64, 2, 16), torch.zeros(80, 2, 16)
+    offsets = [torch.tensor(n, dtype=torch.int32) for n in ([0, 20, 64], [0, 50, 80])]
+    for score, is_shorter in ((strobe.alibi(torch.ones(2)), True), (lambda s, b, h, q, k: s - (q - k).abs(), False)):
+        call = ops_mods.bind(Call(q, k, k, right=0, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1]), score, None)
+        found = with_simpler_score(call)
+        assert found.mods is not None and (" abs " in found.mods.texts.score) is not is_shorter
 
 
 # ---------------------------------------------------------------- drawn masks

@@ -21,6 +21,19 @@ def test_the_version_is_the_packages_citations_and_changelogs():
     assert sections == sorted(sections, reverse=True)
 
 
+def test_the_simulators_distribution_has_the_same_version_and_needs_no_torch():
+    import strobe.sim
+
+    project = (release_check.SIM / "pyproject.toml").read_text()
+    assert strobe.sim.__version__ == strobe.__version__
+    assert (release_check.SIM / "src" / "strobe_sim").resolve() == (ROOT / "src" / "strobe" / "sim").resolve()
+    assert (release_check.SIM / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    needed = re.search(r"^dependencies = \[(.*)\]$", project, re.MULTILINE)[1]
+    assert re.findall(r'"(\w+)', needed) == ["greenlet", "numpy", "triton"]
+    assert "strobe-sim = " in re.search(r"pytest11\]\n(.*)", project)[1]  # both plugins have this name: one is loaded
+    assert re.search(r"pytest11\]\n(.*) = ", PROJECT)[1] == "strobe-sim"
+
+
 def test_every_page_names_the_repository_of_pyproject():
     owner, name = re.search(r'^Repository = "https://github.com/([\w-]+)/([\w-]+)"$', PROJECT, re.MULTILINE).groups()
     pages = [path for pattern in ("*.md", "*.cff", "*.yml", ".github/**/*.*") for path in ROOT.glob(pattern)]
@@ -32,7 +45,7 @@ def test_every_page_names_the_repository_of_pyproject():
 
 @pytest.mark.parametrize("tag", ["v0.0.9", strobe.__version__])
 def test_a_tag_of_another_version_is_refused(tag, capsys, monkeypatch):
-    monkeypatch.setattr(release_check, "build", lambda: pytest.fail("it must not build"))
+    monkeypatch.setattr(release_check, "build", lambda *_: pytest.fail("it must not build"))
     assert release_check.main(["--tag", tag]) == 1
     assert f"the tag is {tag}" in capsys.readouterr().err
 

@@ -37,6 +37,17 @@ class Lengths(NamedTuple):
     diagonal: int
 
 
+class Window(NamedTuple):
+    """Bounds of the keys that a row may see: from q + diagonal - left to q + diagonal + right; None is no bound.
+
+    shifts: whether S_k - S_q is not one number, as of packed sequences.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    shifts: bool = False
+
+
 class Limit(NamedTuple):
     """k < value + shift. value: the program of an integer of b; None is 0."""
 
@@ -96,6 +107,39 @@ def recognize(text: str, numbers: tuple[float, ...], lengths: Lengths, ranges: b
     return whole if whole is not None else found._replace(rest=reader.conjunction([part[:2] for part in others]))
 
 
+@lru_cache(maxsize=256)
+def without_abs(text: str, numbers: tuple[float, ...], lengths: Lengths, window: Window) -> str:
+    """A score's program, or its gradient's, without absolute values of terms that have one sign wherever a row sees the
+    key: under a causal mask ALiBi's |q + S_k - S_q - k| is q + S_k - S_q - k. What it makes of hidden keys may change.
+
+    >>> from .program import FLOAT, build
+    >>> distance = lambda p: p.cast(p.unary("abs", p.binary("sub", p.input("q"), p.input("k"), "i")), FLOAT)
+    >>> alibi = build(lambda p: [p.sub(p.input("score"), distance(p))])
+    >>> print(without_abs(alibi.text, (), Lengths(64, 64, 0), Window(right=0)))
+    f input score
+    i input q
+    i input k
+    i sub 1 2
+    f cast 3
+    f sub 0 4
+    out 5
+    """
+    program = Program.parse(text)
+    if (window.left is None and window.right is None) or not any(node.op == "abs" for node in program.nodes):
+        return text
+    reader = _Reader(program, numbers, lengths)
+    builder = Builder(program.tensors, program.numbers)
+    at: list[int] = []
+    for node in program.nodes:
+        args = tuple(at[arg] for arg in node.args)
+        sign = reader.sign(node.args[0], window) if node.op == "abs" else 0
+        if sign:
+            at.append(args[0] if sign > 0 else builder.unary("neg", args[0]))
+        else:
+            at.append(builder.node(node.kind, node.op, args, node.value))
+    return builder.program([at[output] for output in program.outputs], program.scatters).text
+
+
 # ---------------------------------------------------------------- atoms
 
 
@@ -131,11 +175,12 @@ class _Side(NamedTuple):
 
 
 class _Linear(NamedTuple):
-    """q * query + k * key + constant."""
+    """q * query + k * key + constant + diagonal * (S_k - S_q)."""
 
     query: int = 0
     key: int = 0
     constant: int = 0
+    diagonal: int = 0
 
     def plus(self, other: _Linear, sign: int = 1) -> _Linear:
         return _Linear(*(one + sign * two for one, two in zip(self, other)))
@@ -206,7 +251,7 @@ class _Reader:
             return self._same(a, b) if op == "eq" else None
         if nodes[b].op == "abs":
             op, a, b = _SWAPPED[op], b, a
-        left, right = self.linear(nodes[a].args[0] if nodes[a].op == "abs" else a), self.linear(b)
+        left, right = self._in_numbers(nodes[a].args[0] if nodes[a].op == "abs" else a), self._in_numbers(b)
         if nodes[a].op == "abs":
             if left is None or right is None or op in ("gt", "ge") or not self._exact(a):
                 return None
@@ -221,7 +266,7 @@ class _Reader:
 
     def _ordered(self, op: str, a: _Linear, b: _Linear) -> _Atom | None:
         """a op b as the atom `difference <= 0`."""
-        query, key, constant = a.plus(b, -1).times(_SIGN[op])
+        query, key, constant, _ = a.plus(b, -1).times(_SIGN[op])
         constant += op in ("lt", "gt")
         if key == -query != 0:
             # key * (k - q) <= -constant
@@ -245,6 +290,11 @@ class _Reader:
         low, high = self.bounds[at]
         return max(abs(low), abs(high)) <= (MOST_EXACT if self.program.nodes[at].kind == FLOAT else 2**31 - 1)
 
+    def _in_numbers(self, at: int) -> _Linear | None:
+        """`linear` with the diagonal's number in the constant."""
+        found = self.linear(at)
+        return found and found._replace(constant=found.constant + found.diagonal * self.lengths.diagonal, diagonal=0)
+
     def linear(self, at: int) -> _Linear | None:
         """A node as a linear term of q and k; None for others."""
         node = self.program.nodes[at]
@@ -254,7 +304,7 @@ class _Reader:
             value = float(node.value if node.op == "const" else self.numbers[int(node.value or 0)])  # type: ignore[arg-type]
             return _Linear(constant=int(value)) if value.is_integer() else None
         if node.op == "input":
-            inputs = {"q": _Linear(query=1), "k": _Linear(key=1), "diagonal": _Linear(constant=self.lengths.diagonal)}
+            inputs = {"q": _Linear(query=1), "k": _Linear(key=1), "diagonal": _Linear(diagonal=1)}
             return inputs.get(str(node.value))
         args = [self.linear(arg) for arg in node.args]
         terms = [arg for arg in args if arg is not None]
@@ -266,10 +316,26 @@ class _Reader:
             return terms[0].times(-1)
         if node.op in ("add", "sub"):
             return terms[0].plus(terms[1], 1 if node.op == "add" else -1)
-        if node.op == "mul" and any(term[:2] == (0, 0) for term in terms):
-            factor, term = terms if terms[0][:2] == (0, 0) else terms[::-1]
+        if node.op == "mul" and any(term._replace(constant=0) == _Linear() for term in terms):
+            factor, term = terms if terms[0]._replace(constant=0) == _Linear() else terms[::-1]
             return term.times(factor.constant)
         return None
+
+    def sign(self, at: int, window: Window) -> int:
+        """1 if a node is at least 0 wherever a row sees the key, -1 if it is at most 0, 0 if neither is known."""
+        term = self.linear(at)
+        if term is None or term.query != -term.key or term.query == 0:
+            return 0
+        if term.diagonal != term.query and window.shifts:
+            return 0
+        # the term is factor * (q + diagonal - k) + rest, and -right <= q + diagonal - k <= left
+        factor, rest = term.query, term.constant + (term.diagonal - term.query) * self.lengths.diagonal
+        ends = [
+            None if window.right is None else -window.right * factor,
+            None if window.left is None else window.left * factor,
+        ]
+        low, high = ends if factor > 0 else ends[::-1]
+        return 1 if low is not None and low + rest >= 0 else -1 if high is not None and high + rest <= 0 else 0
 
     # ------------------------------------------------------------ what is taken
 

@@ -27,7 +27,7 @@ from ..problem.torch_state import distinct, in_autocasts_dtype, tangents, writte
 from ..selection.select import Choice
 from . import attention, decode, fake
 from .attention import LIBRARY, decide, wants_gradients, write, write_gradients
-from .builtin_masks import with_builtin_mask
+from .builtin_masks import simplified
 from .fake import check_apart, check_no_vmap, check_out, copied, forward_mode, schema, written
 
 _TEXTS = "str score_mod, str score_mod_bwd, str mask_mod"
@@ -77,7 +77,7 @@ def attend(
         return attention.run(call, out, not call.partial)
     call = bind(call, score, mask, dropout)
     if not torch.compiler.is_compiling():  # a graph holds the function, and the op takes built-in masks out of it
-        call = with_builtin_mask(call)
+        call = simplified(call)
         if call.mods is None:
             return attention.run(call, out, not call.partial)
     return run(call, out)
@@ -87,7 +87,7 @@ def choice(call: Call, score: object, mask: Mask | None, dropout: Dropout | None
     """The Choice of a call with or without a custom score and mask."""
     if score is None and dropout is None and not isinstance(mask, MaskMod):
         return decide(attention.prepare(call))
-    return decide(with_builtin_mask(bind(call, score, mask, dropout)))
+    return decide(simplified(bind(call, score, mask, dropout)))
 
 
 def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +134,7 @@ def _mods(flat: tuple, packed: bool) -> Mods:
 def _received(flat: tuple) -> Call:
     """An op's arguments as a Call."""
     call = attention.received(flat[_COUNT:])
-    return with_builtin_mask(call._replace(mods=_mods(flat[:_COUNT], call.packed)))
+    return simplified(call._replace(mods=_mods(flat[:_COUNT], call.packed)))
 
 
 # ---------------------------------------------------------------- the ops

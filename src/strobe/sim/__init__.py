@@ -9,19 +9,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .arrays import Array
     from .checks import Checks
-    from .host import cuda_on_cpu
     from .launch import Run, simulate
+    from .on_cuda import cuda_on_cpu
     from .report import KINDS, Report, SimulationFault
 
-__all__ = ["KINDS", "Checks", "Report", "Run", "SimulationFault", "cuda_on_cpu", "simulate"]
+__version__ = "0.2.0"  # that of strobe
+
+__all__ = ["KINDS", "Array", "Checks", "Report", "Run", "SimulationFault", "cuda_on_cpu", "simulate"]
 _HOMES = {
+    "Array": "arrays",
     "Checks": "checks",
     "KINDS": "report",
     "Report": "report",
     "Run": "launch",
     "SimulationFault": "report",
-    "cuda_on_cpu": "host",
+    "cuda_on_cpu": "on_cuda",
     "simulate": "launch",
 }
 

@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 from triton._C.libtriton import ir
 
@@ -24,7 +23,6 @@ from .values import (
     UNSIGNED,
     Type,
     Value,
-    as_torch,
     computed_type,
     from_bits,
     is_pointer,
@@ -395,7 +393,7 @@ _SPECIAL = dict(
     sqrt=np.sqrt,
     precise_sqrt=np.sqrt,
     rsqrt=lambda x: np.float32(1) / np.sqrt(x),
-    erf=lambda x: torch.erf(as_torch(np.asarray(x))).numpy(),
+    erf=lambda x: libdevice.erf(x).astype(np.asarray(x).dtype),
 )
 
 

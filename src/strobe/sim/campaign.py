@@ -14,8 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
+import numpy as np
 
+from .arrays import as_numbers, copied
 from .checks import USUAL, Checks
 from .host import answers, capability_of
 from .launch import Run, simulate
@@ -60,7 +61,7 @@ class Baseline:
         candidates: (file, index of the mutant among `mutants` of that file) of each mutant that may be reached.
     """
 
-    expected: list[torch.Tensor]
+    expected: list[Any]
     entered: set[tuple[Path, str]] = field(default_factory=set)
     lines: set[tuple[str, int]] = field(default_factory=set)
     sources: str = ""
@@ -94,11 +95,11 @@ class Campaign:
         """
         lines: set[tuple[str, int]] = set()
         functions: dict[int, Any] = {}
-        expected: list[torch.Tensor] = []
+        expected: list[Any] = []
         for mode, seed, checks in [("eager", 0, self.checks), *((*how, BLIND) for how in SCHEDULES[1])]:
             with simulate(self.target, mode, seed, checks=checks) as run:
                 run.machine.lines = lines
-                outputs = [tensor.clone() for tensor in self.scene()]
+                outputs = [copied(tensor) for tensor in self.scene()]
             expected = expected or outputs
             functions |= run.machine.entered
         files = [path.resolve() for path in self.files or [self.scene.path]]
@@ -138,7 +139,7 @@ class Campaign:
             progress(done + 1, len(baseline.candidates))
         return found
 
-    def _hash_of(self, functions: dict[int, Any], outputs: list[torch.Tensor], changes: list[Mutant]) -> str:
+    def _hash_of(self, functions: dict[int, Any], outputs: list[Any], changes: list[Mutant]) -> str:
         """A hash of the jit functions that ran but Triton's, of the scene's function, and of what is changed."""
         ours = [fn for fn in functions.values() if fn.__module__.partition(".")[0] != "triton"]
         texts = sorted({f"{fn.__module__}.{fn.fn.__qualname__}\n{''.join(fn.raw_src)}" for fn in ours})
@@ -158,7 +159,7 @@ class Campaign:
                 break
         return {name: said.get(name, "") for name, *_ in DETECTORS} if self.all_detectors else said
 
-    def _run(self, module: ModuleType, expected: list[torch.Tensor], mode: str, seed: int, checks: Checks) -> str:
+    def _run(self, module: ModuleType, expected: list[Any], mode: str, seed: int, checks: Checks) -> str:
         with simulate(self.target, mode, seed, check=False, max_reports=1, checks=checks) as run:
             run.machine.max_steps, run.machine.deadline = MAX_STEPS, time.monotonic() + self.max_seconds
             try:
@@ -215,10 +216,12 @@ def _reached(scene: Scene, file: Path, mutant: Mutant, target: str, folder: Path
     return False
 
 
-def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    got, expected = got.to(torch.float64), expected.to(torch.float64)
-    scale = torch.nan_to_num(expected).abs().max() if expected.numel() else 0.0
-    return torch.allclose(got, expected, rtol=0.0, atol=float(TOLERANCE * scale), equal_nan=True)
+def _close(got: Any, expected: Any) -> bool:
+    got, expected = as_numbers(got), as_numbers(expected)
+    if got.shape != expected.shape:
+        return False
+    scale = np.nan_to_num(np.abs(expected)).max() if expected.size else 0.0
+    return np.allclose(got, expected, rtol=0.0, atol=float(TOLERANCE * scale), equal_nan=True)
 
 
 # ---- the ledger of survivors

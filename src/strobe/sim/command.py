@@ -7,20 +7,25 @@ import json
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .campaign import Verdict, campaign, explain, summary, timed
 from .checks import Checks
-from .host import cuda_on_cpu
 from .launch import simulate
-from .options import MODES, parse
+from .options import MODES, PROGRAM, parse
 from .report import Report, SimulationFault
 from .scene import FAILURES, Scene, SceneError
 
 PICTURES = (".html", ".svg", ".json")
+
+
+def main() -> int:
+    """The console script of the distribution strobe-sim."""
+    return run(sys.argv[1:])
 
 
 def run(argv: Sequence[str]) -> int:
@@ -31,18 +36,26 @@ def run(argv: Sequence[str]) -> int:
         scene = Scene(
             arguments.scene, arguments.arguments, arguments.grid, {"num_warps": arguments.num_warps}, arguments.seed
         )
-        with cuda_on_cpu(arguments.target, sms=arguments.sms) if arguments.cuda else nullcontext():
+        with _on_cuda(arguments):
             return _mutate(scene, arguments) if arguments.mutate else _run(scene, arguments)
     except SceneError as error:
-        print(f"strobe sim: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
     except SystemExit as ended:  # passing on a status of 0 would mean "no findings"
         print(
-            f"strobe sim: {arguments.scene} ended the process with sys.exit({ended.code!r}); have it return",
+            f"{PROGRAM}: {arguments.scene} ended the process with sys.exit({ended.code!r}); have it return",
             file=sys.stderr,
         )
     except FAILURES as error:  # the traceback shows the kernel's author where
         traceback.print_exception(error)
     return 2
+
+
+def _on_cuda(arguments: argparse.Namespace) -> AbstractContextManager[None]:
+    if not arguments.cuda:
+        return nullcontext()
+    from .on_cuda import cuda_on_cpu  # needs torch
+
+    return cuda_on_cpu(arguments.target, sms=arguments.sms)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -116,15 +129,9 @@ def _run(scene: Scene, arguments: argparse.Namespace) -> int:
 
 
 def _mutate(scene: Scene, arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
     files = [file.resolve() for file in arguments.file or [scene.path]]
     try:
-        with Progress(console=console, transient=True) as bar:
-            task = bar.add_task("mutants")
-            update = lambda done, total: bar.update(task, completed=done, total=total)
+        with _progress() as update:
             verdicts, seconds = timed(
                 lambda: campaign(scene, arguments.target, files, arguments.judges, update, _checks(arguments))
             )
@@ -158,23 +165,38 @@ def _mutate(scene: Scene, arguments: argparse.Namespace) -> int:
     return 1 if left else 0
 
 
-def _table(verdicts: list[Verdict]) -> None:
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Shows how many mutants are done, where rich is installed."""
+    if find_spec("rich") is None:
+        yield lambda done, total: None
+        return
     from rich.console import Console
-    from rich.table import Table
+    from rich.progress import Progress
 
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("mutants")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _table(verdicts: list[Verdict]) -> None:
     detectors = list(dict.fromkeys(name for verdict in verdicts for name in verdict.said))
-    table = Table("line", "function", "change", "statement", *detectors)
+    titles, rows = ["line", "function", "change", "statement", *detectors], []
     for verdict in verdicts:
         said = [verdict.said.get(name) or ("-" if name not in verdict.said else "nothing") for name in detectors]
         mutant = verdict.mutant
-        table.add_row(
-            str(mutant.line),
-            mutant.function,
-            mutant.kind,
-            mutant.text[:60],
-            *said,
-            style=None if verdict.noticed else "bold red",
-        )
+        rows.append([str(mutant.line), mutant.function, mutant.kind, mutant.text[:60], *said])
+    if find_spec("rich") is None:
+        widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+        for row in [titles, *rows]:
+            print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*titles)
+    for row, verdict in zip(rows, verdicts, strict=True):
+        table.add_row(*row, style=None if verdict.noticed else "bold red")
     console = Console()
     Console(width=max(console.width, 150)).print(table)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
+from .arrays import Given
 from .memory import Access, Actor, Granules, Memory
 from .report import Place, place_text
 
@@ -38,10 +38,10 @@ class Coverage:
 
     def __init__(self, report: Callable[[str, str, Place], None]):
         self._report = report
-        self._outputs: list[tuple[str, Memory, torch.Tensor]] = []
+        self._outputs: list[tuple[str, Memory, Given]] = []
         self._written: dict[int, Written] = {}
 
-    def add(self, name: str, memory: Memory, tensor: torch.Tensor) -> None:
+    def add(self, name: str, memory: Memory, tensor: Given) -> None:
         self._outputs.append((name, memory, tensor))
 
     def access(self, memory: Memory, mask: Granules, write: bool, actor: Actor, earlier: list[Access]) -> None:
@@ -65,12 +65,12 @@ class Coverage:
         self._report("coverage", text, where)
 
 
-def _offsets(tensor: torch.Tensor) -> np.ndarray:
+def _offsets(tensor: Given) -> np.ndarray:
     """The byte offset of each element in the tensor's storage."""
-    offsets = np.full(tensor.shape, tensor.storage_offset(), np.int64)
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        offsets += (np.arange(size) * stride).reshape([-1 if i == dim else 1 for i in range(tensor.dim())])
-    return offsets * tensor.element_size()
+    offsets = np.full(tensor.shape, tensor.offset, np.int64)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.strides, strict=True)):
+        offsets += (np.arange(size) * stride).reshape([-1 if i == dim else 1 for i in range(len(tensor.shape))])
+    return offsets
 
 
 def _flags(sets: Granules, memory: Memory, granules: np.ndarray) -> np.ndarray:
@@ -86,6 +86,6 @@ def _count(chosen: np.ndarray) -> str:
     return f"{int(chosen.sum()):,} of {chosen.size:,} elements"
 
 
-def _first(chosen: np.ndarray, tensor: torch.Tensor) -> str:
-    place = np.unravel_index(int(np.argmax(chosen)), tuple(tensor.shape)) if tensor.dim() else ()
+def _first(chosen: np.ndarray, tensor: Given) -> str:
+    place = np.unravel_index(int(np.argmax(chosen)), tensor.shape) if tensor.shape else ()
     return f"the first is {list(map(int, place))} of {list(tensor.shape)}"

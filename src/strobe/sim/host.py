@@ -1,21 +1,18 @@
-"""What host code sees of the GPU: Triton's driver, torch.cuda's answers, autotuned kernels, tensors on "cuda"."""
+"""What host code sees of the GPU: Triton's driver, torch.cuda's answers, autotuned kernels."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
-import triton.testing
-from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 
+from .arrays import torch_if_installed
 from .options import SHARED_KIB
 
 _REGISTERS, _THREADS = 65536, 2048  # of a multiprocessor (CUDA C++ Programming Guide, compute capabilities)
@@ -56,19 +53,19 @@ class Driver:
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
         return divmod(int(self._target.arch), 10)
 
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device(self.device)
+    def get_active_torch_device(self) -> Any:
+        return torch_if_installed().device(self.device)
 
     def get_device_interface(self) -> Any:
-        return torch.cuda
+        return torch_if_installed().cuda
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
-        return _timed_once
+        return timed_once
 
-    def get_empty_cache_for_benchmark(self) -> torch.Tensor:
-        return torch.empty(1)
+    def get_empty_cache_for_benchmark(self) -> Any:
+        return torch_if_installed().empty(1)
 
-    def clear_cache(self, cache: torch.Tensor) -> None: ...
+    def clear_cache(self, cache: Any) -> None: ...
 
 
 class _Event:
@@ -86,7 +83,7 @@ class _Event:
         return 0.0
 
 
-def _timed_once(call: Callable[[], object], *_: object, quantiles: Any = None, **__: object) -> Any:
+def timed_once(call: Callable[[], object], *_: object, quantiles: Any = None, **__: object) -> Any:
     """Run what would be timed, once. Its time is 1 ms."""
     call()
     return 1.0 if quantiles is None else [1.0] * len(quantiles)
@@ -114,8 +111,9 @@ def answers(capability: int, sms: int, every_config: bool = False, device: str =
         device=lambda *_: contextlib.nullcontext(), empty_cache=lambda: None,
     )  # fmt: skip
     with contextlib.ExitStack() as patches:
-        for name, value in told.items():
-            patches.enter_context(mock.patch.object(torch.cuda, name, value))
+        if (torch := torch_if_installed()) is not None:
+            for name, value in told.items():
+                patches.enter_context(mock.patch.object(torch.cuda, name, value))
         patches.enter_context(mock.patch.object(driver, "_active", Driver(capability, sms, device)))
         patches.enter_context(mock.patch.object(Autotuner, "run", _autotuned(every_config)))
         yield
@@ -146,95 +144,3 @@ def _autotuned(every_config: bool) -> Callable[..., object]:
         return result
 
     return run
-
-
-@contextlib.contextmanager
-def cuda_on_cpu(target: str = "sm_90", *, sms: int = 4) -> Iterator[None]:
-    """Serve tensors asked for on "cuda" from the CPU, and answer torch.cuda's and Triton's queries for a target.
-
-    >>> with cuda_on_cpu("sm_90"):
-    ...     x = torch.zeros(4, device="cuda")
-    ...     x.is_cuda, x.device.type, torch.cuda.get_device_capability()
-    (True, 'cuda', (9, 0))
-
-    Files written for a GPU run unedited: import them inside, and launch kernels inside `simulate` too. Every tensor
-    says that it is on "cuda:0". Moves between devices are copies. Benchmarks (triton.testing) run what they would time
-    once, and reports of performance are skipped.
-    """
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(answers(capability_of(target), sms, device="cuda:0"))
-        patches.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
-        patches.enter_context(mock.patch.object(triton.testing, "do_bench", _timed_once))
-        patches.enter_context(mock.patch.object(triton.testing, "do_bench_cudagraph", _timed_once))
-        patches.enter_context(mock.patch.object(triton.testing.Mark, "run", lambda *_, **__: None))
-        patches.enter_context(_OnCpu())
-        patches.enter_context(_tensors_say_cuda())
-        yield
-
-
-_CUDA = torch.device("cuda", 0)
-
-
-def _moved(value: Any) -> Any:
-    """The CPU for "cuda"."""
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return torch.device("cpu")
-    if isinstance(value, str) and value.partition(":")[0] == "cuda":
-        return "cpu"
-    return value
-
-
-_FACTORIES = (
-    "arange", "asarray", "as_tensor", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full",
-    "full_like", "linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like",
-    "randn", "randn_like", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
-    "zeros_like",
-)  # fmt: skip
-_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-
-
-def _served(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with "cuda" replaced in its arguments."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*map(_moved, args), **{name: _moved(value) for name, value in kwargs.items()})
-
-    return call
-
-
-def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    moved = tuple(map(_moved, args)), {name: _moved(value) for name, value in kwargs.items()}
-    named = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, torch.device))]
-    return _TO(tensor, *moved[0], **moved[1] | ({"copy": True} if named else {}))
-
-
-_TO = torch.Tensor.to
-
-
-@contextlib.contextmanager
-def _tensors_say_cuda() -> Iterator[None]:
-    """Factories and methods that take a device, and what tensors say of theirs.
-
-    A mode alone would not do: torch switches it off inside of an autograd.Function.
-    """
-    with contextlib.ExitStack() as patches:
-        for owner, names in ((torch, _FACTORIES), (torch.Tensor, _METHODS)):
-            for name in names:
-                patches.enter_context(mock.patch.object(owner, name, _served(getattr(owner, name))))
-        copies = lambda tensor, *_, **__: tensor.clone()
-        methods: dict[str, Any] = dict(to=_to, cuda=copies, cpu=copies, get_device=lambda _: 0)
-        for name, value in methods.items():
-            patches.enter_context(mock.patch.object(torch.Tensor, name, value))
-        for name, value in dict(is_cuda=True, device=_CUDA).items():
-            told = property(lambda _, value=value: value)
-            patches.enter_context(mock.patch.object(torch.Tensor, name, told, create=True))
-        yield
-
-
-class _OnCpu(TorchFunctionMode):
-    """Replaces the device of calls to torch that do not go by the patched names, such as those of a default device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        called = func if func is torch.device else _served(func)  # a device keeps its name until it is used
-        return called(*args, **(kwargs or {}))

@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
@@ -21,6 +20,7 @@ from triton.language.core import base_value, constexpr
 from triton.runtime.jit import JITFunction, KernelParam
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .arrays import Array, given, is_array
 from .builder import Builder
 from .checks import USUAL, Checks
 from .host import answers, capability_of
@@ -41,7 +41,7 @@ KIB = 1024
 TENSOR_COLUMNS = 512  # on sm_100 and sm_103
 _OPTIONS = ("num_warps", "num_ctas", "maxnreg", "num_stages", "launch_cooperative_grid", "launch_pdl")
 _CHECKED = dict(debug=True)  # device_assert is active
-_DTYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.bool: tl.int1}
+_DTYPES = {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5, "bool": tl.int1}
 
 
 @dataclass
@@ -220,6 +220,8 @@ class _Launch:
             return self._descriptor(name, value)
         if hasattr(value, "data_ptr"):
             return self._pointer(name, value)
+        if isinstance(value, np.ndarray):
+            return self._pointer(name, Array(value))
         if isinstance(value, bool):
             return self.semantic.to_tensor(value)
         if isinstance(value, (int, float)):
@@ -233,11 +235,11 @@ class _Launch:
     def _pointer(self, name: str, value: Any) -> base_value:
         """A tensor, or any object with `data_ptr()` and `dtype`, such as what triton.reinterpret returns."""
         elem, address = _dtype(value.dtype), value.data_ptr()
-        tensor = value if isinstance(value, torch.Tensor) else getattr(value, "base", None)
-        if not isinstance(tensor, torch.Tensor):
+        tensor = value if is_array(value) else getattr(value, "base", None)
+        if not is_array(tensor):
             adopt(self.machine, np.asarray(address))
-        elif tensor.numel():
-            self.machine.coverage.add(name, register(self.machine, name, tensor), tensor)
+        elif (place := given(name, tensor)).size:
+            self.machine.coverage.add(name, register(self.machine, name, place), place)
         return tl.tensor(Value(np.int64(address), "*" + elem.to_ir(self.builder).elem), tl.pointer_type(elem))
 
     def _number(self, value: int | float, parameter: KernelParam | None) -> base_value:
@@ -264,8 +266,9 @@ class _Launch:
             )
 
     def _descriptor(self, name: str, host: GluonDescriptor | TensorDescriptor) -> base_value:
-        memory = register(self.machine, name, host.base)
-        self.machine.coverage.add(name, memory, host.base)
+        place = given(name, host.base)
+        memory = register(self.machine, name, place)
+        self.machine.coverage.add(name, memory, place)
         elem = _dtype(host.base.dtype)
         ir_elem = elem.to_ir(self.builder).elem
         address, block = host.base.data_ptr(), list(host.block_shape)
@@ -292,10 +295,12 @@ class _Launch:
         return self.builder.descriptor(address, shape, strides, block, elem, nan)
 
 
-def _dtype(dtype: torch.dtype | tl.dtype) -> tl.dtype:
+def _dtype(dtype: Any) -> tl.dtype:
+    """Triton's type for that of torch, or Triton's own."""
     if isinstance(dtype, tl.dtype):
         return dtype
-    found = _DTYPES.get(dtype) or getattr(tl, str(dtype).removeprefix("torch."), None)
+    name = str(dtype).removeprefix("torch.")
+    found = _DTYPES.get(name) or getattr(tl, name, None)
     if found is None:
         raise TypeError(f"tensor argument of dtype {dtype}: Triton has no such type")
     return found

@@ -12,10 +12,10 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 
-from .values import UNSIGNED, as_torch, unsigned
+from .arrays import torch_if_installed
+from .values import UNSIGNED, unsigned
 
 _DIRECTED = re.compile(r"(f|d|fma|fmaf)?(add|sub|mul|div|rcp|sqrt|rsqrt|fma|)_(rn|rz|rd|ru)")
 _CONVERTS = re.compile(r"(float|double|int|uint|ll|ull)2(float|double|int|uint|ll|ull)_(rn|rz|rd|ru)")
@@ -25,8 +25,15 @@ _INTEGER = {"int": np.int32, "uint": np.uint32, "ll": np.int64, "ull": np.uint64
 
 def _special(name: str) -> Callable[..., np.ndarray]:
     """A function of torch.special, in float64."""
-    function = getattr(torch.special, name)
-    return lambda *x: function(*(as_torch(np.asarray(one, np.float64)) for one in x)).numpy()
+
+    def call(*x: Any) -> np.ndarray:
+        torch = torch_if_installed()
+        if torch is None:
+            raise NotImplementedError(f"libdevice: {name} is computed by torch.special, and torch is not installed")
+        given = (torch.from_numpy(np.ascontiguousarray(one, np.float64)) for one in x)
+        return getattr(torch.special, name)(*given).numpy().reshape(np.shape(x[0]))
+
+    return call
 
 
 def _elementwise(function: Callable[..., float]) -> Callable[..., np.ndarray]:
@@ -72,6 +79,15 @@ def _inverse_error(x: np.ndarray) -> np.ndarray:
     return _special("erfinv")(x)
 
 
+def erf(x: ArrayLike) -> np.ndarray:
+    """The error function, in float64."""
+    return _elementwise(math.erf)(np.asarray(x, np.float64))
+
+
+def _lgamma(x: float) -> float:
+    return math.inf if math.isinf(x) or (x <= 0 and x == math.floor(x)) else math.lgamma(x)
+
+
 _REAL: dict[str, Callable[..., Any]] = dict(
     acos=np.arccos,
     acosh=np.arccosh,
@@ -88,8 +104,8 @@ _REAL: dict[str, Callable[..., Any]] = dict(
     cospi=lambda x: np.cos(np.pi * np.fmod(x, 2)),
     cyl_bessel_i0=_special("i0"),
     cyl_bessel_i1=_special("i1"),
-    erf=_special("erf"),
-    erfc=_special("erfc"),
+    erf=erf,
+    erfc=_elementwise(math.erfc),
     erfcinv=lambda x: _inverse_error(1 - np.asarray(x, np.float64)),
     erfcx=_special("erfcx"),
     erfinv=_inverse_error,
@@ -107,7 +123,7 @@ _REAL: dict[str, Callable[..., Any]] = dict(
     hypot=np.hypot,
     j0=_special("bessel_j0"),
     j1=_special("bessel_j1"),
-    lgamma=_special("gammaln"),
+    lgamma=_elementwise(_lgamma),
     log=np.log,
     log10=np.log10,
     log1p=np.log1p,
@@ -116,7 +132,7 @@ _REAL: dict[str, Callable[..., Any]] = dict(
     nearbyint=np.rint,
     norm3d=_norm,
     norm4d=_norm,
-    normcdf=_special("ndtr"),
+    normcdf=_elementwise(lambda x: math.erfc(-x / math.sqrt(2)) / 2),
     normcdfinv=_special("ndtri"),
     pow=np.power,
     rcbrt=lambda x: 1 / np.cbrt(x),

@@ -17,12 +17,13 @@ SHARED_KIB = {
     103: 227,
     120: 99,
 }  # per CTA (CUDA C++ Programming Guide, compute capabilities)
+PROGRAM = "strobe sim" if __package__ == "strobe.sim" else "strobe-sim"
 EXAMPLE = """\
 examples:
-  strobe sim kernels.py::run bf16[200,320] bf16[320,256]                    a function that launches, on normal numbers
-  strobe sim kernels.py::kernel f32[1000] nan:f32[1000] 1000 --grid 8       a kernel itself
-  strobe sim kernels.py::run bf16[64,64] --timeline run.html                a picture (.html, .svg) or a trace (.json)
-  strobe sim kernels.py::run bf16[64,64] --mutate --ledger survivors.json   drop each synchronisation; is it noticed?
+  PROGRAM kernels.py::run bf16[200,320] bf16[320,256]                    a function that launches, on normal numbers
+  PROGRAM kernels.py::kernel f32[1000] nan:f32[1000] 1000 --grid 8       a kernel itself
+  PROGRAM kernels.py::run bf16[64,64] --timeline run.html                a picture (.html, .svg) or a trace (.json)
+  PROGRAM kernels.py::run bf16[64,64] --mutate --ledger survivors.json   drop each synchronisation; is it noticed?
 arguments: bf16[2,64] fp16 f32 i32 fp8e4 fp8e5 (normal numbers), nan: zeros: ones: before it, tma:bf16[64,64]/64x32 (a
 descriptor with its block), numbers, True, False, None, name=value
 """
@@ -35,9 +36,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        "strobe sim",
+        PROGRAM,
         description="Run a kernel on the CPU and find its races, deadlocks and missing fences.",
-        epilog=EXAMPLE,
+        epilog=EXAMPLE.replace("PROGRAM", PROGRAM),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("scene", metavar="FILE::NAME", help="a function that launches kernels, or a kernel")

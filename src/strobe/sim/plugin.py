@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if target := config.getoption("--simulate"):
-        from .host import cuda_on_cpu
+        from .on_cuda import cuda_on_cpu
 
         served = contextlib.ExitStack()
         served.enter_context(cuda_on_cpu(target))

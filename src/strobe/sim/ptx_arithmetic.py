@@ -14,7 +14,9 @@ from functools import partial, reduce
 from typing import Any
 
 import numpy as np
-import torch
+
+from . import formats
+from .formats import from_bfloat16
 
 # ---------------------------------------------------------------- types
 
@@ -28,18 +30,22 @@ UNSIGNED = {
 SIGNED = {8: np.dtype(np.int8), 16: np.dtype(np.int16), 32: np.dtype(np.int32), 64: np.dtype(np.int64)}
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # NumPy has no bfloat16: its bits are passed under this name
 
-SMALL = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+SMALL = {"f16": "fp16", "bf16": "bf16", "e4m3": "fp8e4nv", "e5m2": "fp8e5"}  # PTX's name -> Triton's
 LARGEST = {
-    name: torch.finfo(dtype).max for name, dtype in {**SMALL, "f32": torch.float32, "f64": torch.float64}.items()
+    "f16": float(np.finfo(np.float16).max),
+    "f32": float(np.finfo(np.float32).max),
+    "f64": float(np.finfo(np.float64).max),
+    "bf16": float(from_bfloat16(0x7F7F)),
+    "e4m3": formats.LARGEST["fp8e4nv"],
+    "e5m2": formats.LARGEST["fp8e5"],
 }
-
-
-def _every_value(dtype):
-    bits = torch.arange(1 << 8 * dtype.itemsize).to(torch.int16 if dtype.itemsize == 2 else torch.uint8)
-    return bits.view(dtype).float().numpy()
-
-
-WIDENED = {name: _every_value(dtype) for name, dtype in SMALL.items()}  # all values as float32, indexed by their bits
+_ALL_16_BITS = np.arange(1 << 16, dtype=np.uint16)
+WIDENED = {  # all values as float32, indexed by their bits
+    "f16": _ALL_16_BITS.view(np.float16).astype(np.float32),
+    "bf16": from_bfloat16(_ALL_16_BITS),
+    "e4m3": formats.VALUES["fp8e4nv"],
+    "e5m2": formats.VALUES["fp8e5"],
+}
 NAN32 = np.uint32(0x7FFFFFFF).view(np.float32)
 TINY32 = np.float32(2.0**-126)
 ROUNDINGS = ("rn", "rz", "rm", "rp")
@@ -172,11 +178,18 @@ def odd32(values):
     return (directed(nearest.view(np.uint32), values - wide, "rz") | (wide != values)).view(np.float32)
 
 
+_SMALL_BITS = {
+    "f16": lambda x: x.astype(np.float16).view(np.uint16),
+    "bf16": formats.bfloat16_bits,
+    "e4m3": lambda x: formats.float8_bits(x, "fp8e4nv"),
+    "e5m2": lambda x: formats.float8_bits(x, "fp8e5"),
+}
+
+
 def narrowed(values, name, mode="rn"):
-    """float32 rounded to a small type, as bits. torch rounds to nearest even."""
+    """float32 rounded to a small type, as bits."""
     values = np.ascontiguousarray(values, np.float32)
-    source = torch.from_numpy(values if values.flags.writeable else values.copy()).to(SMALL[name])
-    bits = source.view(torch.int16 if source.itemsize == 2 else torch.uint8).numpy().view(UNSIGNED[8 * source.itemsize])
+    bits = _SMALL_BITS[name](values)
     invalid = np.isnan(values)
     if mode != "rn":
         bits = directed(bits, np.where(invalid, 0, values - WIDENED[name][bits]), mode)

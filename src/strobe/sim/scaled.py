@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from .machine import Machine
 from .values import COMPUTED, Value, rounded, unsigned
@@ -55,7 +54,7 @@ class ScaledProducts:
         _, a_k_pack, b_k_pack, acc = rest
         left = _operand(a, a_scale, -1 if a_k_pack else -2)
         right = _operand(b, b_scale, -2 if b_k_pack else -1, is_right=True)
-        result = torch.matmul(torch.from_numpy(left), torch.from_numpy(right)).numpy() + acc.data
+        result = np.matmul(left, right) + acc.data
         return Value(np.asarray(rounded(result, acc.elem)).astype(COMPUTED[acc.elem], copy=False), acc.elem, acc.layout)
 
 

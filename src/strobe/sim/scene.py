@@ -21,22 +21,26 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
+import numpy as np
+from triton import language as tl
 from triton.errors import TritonError
 
+from .arrays import Array, is_array, torch_if_installed
+
+# as written -> (Triton's type, torch's name of it)
 _DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "f16": torch.float16,
-    "fp32": torch.float32,
-    "f32": torch.float32,
-    "i32": torch.int32,
-    "i64": torch.int64,
-    "u8": torch.uint8,
-    "i8": torch.int8,
-    "fp64": torch.float64,
-    "fp8e4": torch.float8_e4m3fn,
-    "fp8e5": torch.float8_e5m2,
+    "bf16": (tl.bfloat16, "bfloat16"),
+    "fp16": (tl.float16, "float16"),
+    "f16": (tl.float16, "float16"),
+    "fp32": (tl.float32, "float32"),
+    "f32": (tl.float32, "float32"),
+    "i32": (tl.int32, "int32"),
+    "i64": (tl.int64, "int64"),
+    "u8": (tl.uint8, "uint8"),
+    "i8": (tl.int8, "int8"),
+    "fp64": (tl.float64, "float64"),
+    "fp8e4": (tl.float8e4nv, "float8_e4m3fn"),
+    "fp8e5": (tl.float8e5, "float8_e5m2"),
 }
 _TENSOR = re.compile(r"(?:(?P<fill>\w+):)?(?P<dtype>\w+)\[(?P<shape>(?:\d+(?:,\d+)*)?)\](?:/(?P<block>\d+(?:x\d+)*))?")
 _FILLS = {"nan": float("nan"), "zeros": 0, "ones": 1}
@@ -63,16 +67,23 @@ FAILURES = (
 )
 
 
-def argument(text: str, generator: torch.Generator) -> object:
+def generator_of(seed: int) -> Any:
+    """A generator of random numbers: torch's, or NumPy's where torch is not installed."""
+    torch = torch_if_installed()
+    return np.random.default_rng(seed % 2**64) if torch is None else torch.Generator().manual_seed(seed)
+
+
+def argument(text: str, generator: Any) -> object:
     """Parse one argument: a tensor (`bf16[64,128]`, `nan:`, `zeros:`, `ones:` or `tma:bf16[64,128]/64x64`), number,
     bool, None or text.
 
-    >>> argument("zeros:f32[2]", torch.Generator())
+    >>> argument("zeros:f32[2]", generator_of(0))
     tensor([0., 0.])
-    >>> argument("3", torch.Generator()), argument("True", torch.Generator())
+    >>> argument("3", generator_of(0)), argument("True", generator_of(0))
     (3, True)
 
-    Floating-point tensors without a prefix are standard normal. Raises SceneError for a malformed tensor.
+    A tensor is an Array where torch is not installed. Floating-point tensors without a prefix are standard normal.
+    Raises SceneError for a malformed tensor.
     """
     if "[" in text:
         return _tensor(text, generator)
@@ -86,7 +97,7 @@ def argument(text: str, generator: torch.Generator) -> object:
     return text
 
 
-def _tensor(text: str, generator: torch.Generator) -> object:
+def _tensor(text: str, generator: Any) -> object:
     match = _TENSOR.fullmatch(text)
     if match is None:
         raise SceneError(f"argument: got {text!r}, expected {_FORM}: sizes with commas, no spaces")
@@ -95,31 +106,37 @@ def _tensor(text: str, generator: torch.Generator) -> object:
             raise SceneError(
                 f"argument: got {match[part]!r} in {text!r}, expected one of {', '.join(filter(None, known))}"
             )
-    shape, dtype, fill = _sizes(match["shape"], ","), _DTYPES[match["dtype"]], match["fill"]
+    shape, (dtype, name), fill = _sizes(match["shape"], ","), _DTYPES[match["dtype"]], match["fill"]
     block = _sizes(match["block"], "x") if match["block"] else shape
     if match["block"] and (fill != "tma" or len(block) != len(shape)):
         raise SceneError(
             f"argument: got {text!r}, expected a block of {len(shape)} sizes after a tma: tensor; leave it out "
             "otherwise"
         )
+    torch = torch_if_installed()
     if fill in _FILLS:
-        value = -1 if fill == "nan" and not dtype.is_floating_point else _FILLS[fill]
-        return torch.full(shape, value, dtype=dtype)
-    drawn = torch.randn(shape, generator=generator)
-    tensor = drawn.to(dtype) if dtype.is_floating_point else (drawn * 8).to(dtype)
-    return _descriptor(tensor, block, text) if fill == "tma" else tensor
+        value = -1 if fill == "nan" and not dtype.is_floating() else _FILLS[fill]
+        if torch is None:
+            return Array.of(np.full(shape, value), dtype)
+        return torch.full(shape, value, dtype=getattr(torch, name))
+    if torch is None:
+        drawn = generator.standard_normal(shape) * (1 if dtype.is_floating() else 8)
+        tensor: Any = Array.of(np.trunc(drawn) if not dtype.is_floating() else drawn, dtype)
+    else:
+        drawn = torch.randn(shape, generator=generator)
+        tensor = (drawn if dtype.is_floating() else drawn * 8).to(getattr(torch, name))
+    return _descriptor(tensor, dtype, block, text) if fill == "tma" else tensor
 
 
 def _sizes(text: str, between: str) -> list[int]:
     return [int(size) for size in text.split(between)] if text else []
 
 
-def _descriptor(tensor: torch.Tensor, block: list[int], text: str) -> object:
+def _descriptor(tensor: Any, elem: tl.dtype, block: list[int], text: str) -> object:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    elem = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}.get(tensor.dtype)
-    if elem is None:
+    if elem not in (gl.bfloat16, gl.float16, gl.float32):
         raise SceneError(
             f"argument: got {text!r}, expected bf16, fp16 or fp32 in a descriptor; make others in a function"
         )
@@ -151,7 +168,7 @@ class Scene:
         self.texts, self.grid, self.options, self.seed = arguments, grid, options or {}, seed
 
     def arguments(self) -> tuple[list[object], dict[str, object]]:
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = generator_of(self.seed)
         positional, named = [], {}
         for text in self.texts:
             name, equals, value = text.partition("=")
@@ -161,7 +178,7 @@ class Scene:
                 positional.append(argument(text, generator))
         return positional, named
 
-    def __call__(self, module: ModuleType | None = None) -> list[torch.Tensor]:
+    def __call__(self, module: ModuleType | None = None) -> list[Any]:
         """Launch. Returns the tensors that were passed and returned, with their values after the launch."""
         module = module or load(self.path)
         target = getattr(module, self.function, None)
@@ -189,16 +206,16 @@ class Scene:
             ) from error
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples, lists, dicts and descriptors."""
-    if isinstance(value, torch.Tensor):
+def tensors(value: Any) -> Iterator[Any]:
+    """All tensors and arrays in nested tuples, lists, dicts and descriptors."""
+    if is_array(value):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors(item)
     elif isinstance(value, dict):
         yield from tensors(list(value.values()))
-    elif isinstance(getattr(value, "base", None), torch.Tensor):
+    elif is_array(getattr(value, "base", None)):
         yield value.base
 
 

@@ -1,33 +1,30 @@
-"""The storages of torch tensors that a launch may access, found by argument or by an address that the kernel loads.
+"""The storages of tensors and arrays that a launch may access, found by argument or by an address in the kernel.
 
 A kernel may be given addresses as numbers: a tensor of `data_ptr()`s (grouped GEMM), or an integer argument. Where such
-a number becomes a pointer, the tensor that it points into is looked for among all that are alive.
+a number becomes a pointer, the tensor or Array that it points into is looked for among all that are alive.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
+from typing import Any
 
 import numpy as np
-import torch
 
+from .arrays import Array, Given, given
 from .machine import Machine
 from .memory import Memory
 
 
-def register(machine: Machine, name: str, tensor: torch.Tensor) -> Memory:
+def register(machine: Machine, name: str, tensor: Given) -> Memory:
     """The memory of a tensor's storage. All tensors of one storage share it."""
-    if tensor.untyped_storage().device.type != "cpu":
-        raise TypeError(
-            f"{name}: got a tensor on {tensor.device}, expected one on the CPU: the simulator reads its memory directly"
-        )
-    storage = tensor.untyped_storage()
-    raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    base = tensor.raw.__array_interface__["data"][0]
     for memory in machine.storages:
-        if memory.base == storage.data_ptr() and len(memory.raw) == len(raw):
-            memory.granule = min(memory.granule, tensor.element_size())
+        if memory.base == base and len(memory.raw) == len(tensor.raw):
+            memory.granule = min(memory.granule, tensor.itemsize)
             return memory
-    memory = Memory(name, "global", raw, tensor.element_size(), initialised=True)
+    memory = Memory(name, "global", tensor.raw, tensor.itemsize, initialised=True)
     machine.storages.append(memory)
     return memory
 
@@ -42,26 +39,32 @@ def adopt(machine: Machine, addresses: np.ndarray) -> None:
     for address in wanted:
         found = next((tensor for low, high, tensor in alive if low <= address < high), None)
         if found is not None and not _holder(machine, address):
-            dtype = str(found.dtype).removeprefix("torch.")
-            register(machine, f"{dtype}{list(found.shape)}", found)
+            register(machine, found.about, found)
 
 
 def _holder(machine: Machine, address: int) -> Memory | None:
     return next((memory for memory in machine.storages if memory.base <= address < memory.end), None)
 
 
-def _alive() -> list[tuple[int, int, torch.Tensor]]:
-    """(first address, end, tensor) of each CPU storage of a tensor that is alive."""
-    found: dict[int, tuple[int, int, torch.Tensor]] = {}
+def _alive() -> list[tuple[int, int, Given]]:
+    """(first address, end, tensor) of each CPU storage of a tensor or Array that is alive."""
+    found: dict[int, tuple[int, int, Given]] = {}
     for one in gc.get_objects():
-        if not issubclass(type(one), torch.Tensor) or type(one).__module__.startswith("torch._subclasses"):
+        if type(one) is not Array and not _has_memory(one):
             continue
-        if one.layout is torch.strided and one.untyped_storage().device.type == "cpu":
-            storage = one.untyped_storage()
-            try:
-                low = storage.data_ptr()
-            except RuntimeError:  # a tensor without memory, such as one of a traced graph
-                continue
-            if low and (low not in found or storage.nbytes() == one.numel() * one.element_size()):
-                found[low] = low, low + storage.nbytes(), one
+        try:
+            tensor = given("", one)
+            low = tensor.raw.__array_interface__["data"][0]
+        except RuntimeError:  # a tensor without memory, such as one of a traced graph
+            continue
+        if len(tensor.raw) and (low not in found or len(tensor.raw) == tensor.size * tensor.itemsize):
+            found[low] = low, low + len(tensor.raw), tensor
     return list(found.values())
+
+
+def _has_memory(one: Any) -> bool:
+    """Whether an object is a torch tensor with CPU memory. `isinstance` would run code of proxy objects."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not issubclass(type(one), torch.Tensor) or type(one).__module__.startswith("torch._subclasses"):
+        return False
+    return one.layout is torch.strided and one.untyped_storage().device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Tensor cores: wgmma, mma, tcgen05 with tensor memory, tl.dot. torch's matmul accumulates in float32."""
+"""Tensor cores: wgmma, mma, tcgen05 with tensor memory, tl.dot. NumPy's matmul accumulates in float32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from .agents import Barrier, Operation, Partition, Stream
 from .arithmetic import SM_GHZ
@@ -14,24 +13,21 @@ from .machine import Machine
 from .memory import Actor, merge
 from .report import Place
 from .shared import Where
-from .values import COMPUTED, Pending, Type, Value, Window, as_torch, from_bits, matrix, rounded, to_bits
+from .values import COMPUTED, Pending, Type, Value, Window, from_bits, matrix, rounded, to_bits
 
 FLOP_PER_CYCLE = 4096.0  # dense 16-bit FLOP of one Hopper SM; Blackwell and 8-bit types each double it
 TENSOR_MEMORY_COLUMN_BYTES = 512  # 128 lanes of 32 bits
 
 
-def product(a: torch.Tensor, b: torch.Tensor, elem: str, precise: bool = False) -> np.ndarray:
-    """a @ b for tiles of `elem` (arrays, or tensors from `matrix`), accumulated in float32 (or float64, int64)."""
-    a, b = (_operand_of(x, elem) for x in (a, b))
+def product(a: np.ndarray, b: np.ndarray, elem: str, precise: bool = False) -> np.ndarray:
+    """a @ b for tiles of `elem`, accumulated in float32 (or float64, int64)."""
+    exact = elem[0] == "i" and elem != "i64"  # float64 holds these sums, and NumPy multiplies floats much faster
+    wanted = np.float64 if elem == "fp64" or exact else np.int64 if elem[0] == "i" else np.float32
+    a, b = (np.ascontiguousarray(x, wanted) for x in (a, b))
     if elem == "fp32" and not precise:  # TF32: the tensor core reads the upper 19 bits
-        a, b = ((x.contiguous().view(torch.int32) & -0x2000).view(torch.float32) for x in (a, b))
-    return (a @ b).numpy()
-
-
-def _operand_of(x: Any, elem: str) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor):
-        x = as_torch(np.asarray(x))
-    return x.to(torch.int64 if elem[0] == "i" else torch.float64 if elem == "fp64" else torch.float32)
+        a, b = ((x.view(np.int32) & -0x2000).view(np.float32) for x in (a, b))
+    result = np.matmul(a, b)
+    return result.astype(np.int64) if exact else result
 
 
 class TensorCores:
@@ -208,7 +204,7 @@ class TensorCores:
         p.tick()
 
         def land() -> None:
-            target.view[...] = to_bits(fetch().numpy(), target.elem).reshape(target.view.shape)
+            target.view[...] = to_bits(fetch(), target.elem).reshape(target.view.shape)
             merge(stream.vector_clock, {**vector_clock, agent: number})
 
         machine.launch(stream, Operation(agent, "tcgen05.cp", machine.place(), land, p.time_ns))

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from triton import language as tl
 
+from .formats import LARGEST, VALUES, bfloat16_bits, bfloat16_rounded, float8_bits, float8_rounded, from_bfloat16
 from .memory import Memory
 from .report import Place, place_text
 
@@ -34,8 +34,6 @@ COMPUTED: dict[str, Any] = dict(
 )
 STORED: dict[str, Any] = dict(COMPUTED, bf16=np.uint16, fp8e4nv=np.uint8, fp8e5=np.uint8, i1=np.uint8)
 BYTES = {elem: np.dtype(stored).itemsize for elem, stored in STORED.items()}
-_TORCH = dict(bf16=torch.bfloat16, fp8e4nv=torch.float8_e4m3fn, fp8e5=torch.float8_e5m2)
-_LARGEST = dict(fp8e4nv=448.0, fp8e5=57344.0)  # conversions to fp8 saturate (cvt.rn.satfinite)
 _FAR = 2**34  # in bytes; no tensor here has a larger row stride
 UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
 
@@ -53,21 +51,16 @@ def computed_type(elem: str) -> Any:
     return np.int64 if is_pointer(elem) else COMPUTED[elem]
 
 
-def as_torch(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))
-
-
 def rounded(array: Any, elem: str) -> Any:
-    """float32 data rounded to the nearest values of `elem`, ties to even."""
-    narrow = _TORCH.get(elem)
-    if narrow is None:
+    """float32 data rounded to the nearest values of `elem`, ties to even. FP8 saturates (cvt.rn.satfinite)."""
+    if elem != "bf16" and elem not in LARGEST:
         return array
     array = _odd(np.asarray(array)).astype(np.float32)
-    if elem in _LARGEST:
-        array = np.clip(array, -_LARGEST[elem], _LARGEST[elem])
-    elif array.ndim == 0 or np.isnan(array).any():  # torch's NaN has other bits than the hardware's
-        return _bfloat16_bits(array).astype(np.uint32).__lshift__(16).view(np.float32)
-    return as_torch(array).to(narrow).to(torch.float32).numpy().reshape(array.shape)
+    if elem in LARGEST:
+        return float8_rounded(np.clip(array, -LARGEST[elem], LARGEST[elem]), elem)
+    if np.isnan(array).any():
+        return from_bfloat16(bfloat16_bits(array))
+    return bfloat16_rounded(array)
 
 
 def _odd(array: np.ndarray) -> np.ndarray:
@@ -79,43 +72,28 @@ def _odd(array: np.ndarray) -> np.ndarray:
     return np.where((near == array) | np.isnan(array) | (near.view(np.uint32) & 1 == 1), near, np.nextafter(near, away))
 
 
-def _bfloat16_bits(array: np.ndarray) -> np.ndarray:
-    """Round to nearest even on the bits: add half of the last kept place, plus one if that place is odd."""
-    bits = np.ascontiguousarray(array).view(np.uint32).reshape(array.shape)
-    high = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    # values that are bfloat16 already keep their bits
-    nan = np.where(bits & np.uint32(0xFFFF), np.uint32(0x7FFF), bits >> np.uint32(16))
-    return np.where(np.isnan(array), nan, high).astype(np.uint16)
-
-
 def to_bits(array: Any, elem: str) -> np.ndarray:
     """Values of `elem` as their bits in memory."""
-    narrow = _TORCH.get(elem)
-    if narrow is None:
-        return np.asarray(array).astype(STORED[elem], copy=False)
-    array = np.asarray(array, np.float32)
     if elem == "bf16":
-        return _bfloat16_bits(array)
-    return as_torch(array).to(narrow).view(torch.uint8).numpy().reshape(array.shape)
+        return bfloat16_bits(np.asarray(array, np.float32))
+    if elem in LARGEST:
+        array = np.asarray(array, np.float32)
+        return float8_bits(array, elem).reshape(array.shape)
+    return np.asarray(array).astype(STORED[elem], copy=False)
 
 
 def from_bits(array: np.ndarray, elem: str) -> np.ndarray:
     """Bits in memory as values of `elem` (a copy)."""
     if elem == "bf16":
-        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    narrow = _TORCH.get(elem)
-    if narrow is not None:
-        return as_torch(array).view(narrow).to(torch.float32).numpy().reshape(array.shape)
-    return array.astype(COMPUTED[elem])
+        return from_bfloat16(array)
+    values = VALUES.get(elem)
+    return array.astype(COMPUTED[elem]) if values is None else values[array]
 
 
-def matrix(array: np.ndarray, elem: str) -> torch.Tensor:
+def matrix(array: np.ndarray, elem: str) -> np.ndarray:
     """A tile's bits, with any strides, as the float32 operand of a product (float64 and integers keep their type)."""
-    if elem == "bf16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(torch.float32)
-    return as_torch(
-        from_bits(array, elem).astype(np.float32 if elem[0] != "i" and elem != "fp64" else COMPUTED[elem], copy=False)
-    )
+    wanted = np.float32 if elem[0] != "i" and elem != "fp64" else COMPUTED[elem]
+    return np.ascontiguousarray(from_bits(array, elem).astype(wanted, copy=False))
 
 
 class Type:

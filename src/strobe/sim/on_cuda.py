@@ -1,0 +1,107 @@
+"""Tensors on "cuda" that lie on the CPU, so that files written for a GPU run unedited."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import triton.testing
+from torch.overrides import TorchFunctionMode
+
+from .host import answers, capability_of, timed_once
+
+
+@contextlib.contextmanager
+def cuda_on_cpu(target: str = "sm_90", *, sms: int = 4) -> Iterator[None]:
+    """Serve tensors asked for on "cuda" from the CPU, and answer torch.cuda's and Triton's queries for a target.
+
+    >>> with cuda_on_cpu("sm_90"):
+    ...     x = torch.zeros(4, device="cuda")
+    ...     x.is_cuda, x.device.type, torch.cuda.get_device_capability()
+    (True, 'cuda', (9, 0))
+
+    Files written for a GPU run unedited: import them inside, and launch kernels inside `simulate` too. Every tensor
+    says that it is on "cuda:0". Moves between devices are copies. Benchmarks (triton.testing) run what they would time
+    once, and reports of performance are skipped.
+    """
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(answers(capability_of(target), sms, device="cuda:0"))
+        patches.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
+        patches.enter_context(mock.patch.object(triton.testing, "do_bench", timed_once))
+        patches.enter_context(mock.patch.object(triton.testing, "do_bench_cudagraph", timed_once))
+        patches.enter_context(mock.patch.object(triton.testing.Mark, "run", lambda *_, **__: None))
+        patches.enter_context(_OnCpu())
+        patches.enter_context(_tensors_say_cuda())
+        yield
+
+
+_CUDA = torch.device("cuda", 0)
+
+
+def _moved(value: Any) -> Any:
+    """The CPU for "cuda"."""
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return "cpu"
+    return value
+
+
+_FACTORIES = (
+    "arange", "asarray", "as_tensor", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full",
+    "full_like", "linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like",
+    "randn", "randn_like", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+    "zeros_like",
+)  # fmt: skip
+_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+
+def _served(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with "cuda" replaced in its arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(_moved, args), **{name: _moved(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    moved = tuple(map(_moved, args)), {name: _moved(value) for name, value in kwargs.items()}
+    named = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, torch.device))]
+    return _TO(tensor, *moved[0], **moved[1] | ({"copy": True} if named else {}))
+
+
+_TO = torch.Tensor.to
+
+
+@contextlib.contextmanager
+def _tensors_say_cuda() -> Iterator[None]:
+    """Factories and methods that take a device, and what tensors say of theirs.
+
+    A mode alone would not do: torch switches it off inside of an autograd.Function.
+    """
+    with contextlib.ExitStack() as patches:
+        for owner, names in ((torch, _FACTORIES), (torch.Tensor, _METHODS)):
+            for name in names:
+                patches.enter_context(mock.patch.object(owner, name, _served(getattr(owner, name))))
+        copies = lambda tensor, *_, **__: tensor.clone()
+        methods: dict[str, Any] = dict(to=_to, cuda=copies, cpu=copies, get_device=lambda _: 0)
+        for name, value in methods.items():
+            patches.enter_context(mock.patch.object(torch.Tensor, name, value))
+        for name, value in dict(is_cuda=True, device=_CUDA).items():
+            told = property(lambda _, value=value: value)
+            patches.enter_context(mock.patch.object(torch.Tensor, name, told, create=True))
+        yield
+
+
+class _OnCpu(TorchFunctionMode):
+    """Replaces the device of calls to torch that do not go by the patched names, such as those of a default device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        called = func if func is torch.device else _served(func)  # a device keeps its name until it is used
+        return called(*args, **(kwargs or {}))
