@@ -351,7 +351,12 @@ def test_continuous_batching(name, place, ran):
         None if name == "qwen3" else False
     )  # eager experts look on the host which of them are wanted: no CUDA graph can hold that
     small = ContinuousBatchingConfig(
-        page_size=8, num_blocks=24, max_batch_tokens=24, max_requests_per_batch=4, use_cuda_graph=graphs
+        page_size=8,
+        num_blocks=24,
+        max_batch_tokens=24,
+        max_requests_per_batch=4,
+        max_blocks_per_request=0,
+        use_cuda_graph=graphs,
     )
     with integration.continuous_batching(made):
         found = made.generate_batch(

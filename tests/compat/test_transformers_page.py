@@ -11,6 +11,7 @@ from tests.compat import (
     test_transformers,
     test_transformers_dense_masks,
     test_transformers_masks,
+    test_transformers_paged,
     test_transformers_refusals,
 )
 
@@ -46,7 +47,10 @@ ROWS = {
         test_transformers_masks.test_the_mask_over_a_cache,
         test_transformers.test_a_prompt_in_pieces_is_the_prompt,
     ],
-    "continuous batching": [test_transformers.test_continuous_batching],
+    "continuous batching": [
+        test_transformers.test_continuous_batching,
+        test_transformers_paged.test_tokens_are_those_of_transformers_own_attention,
+    ],
     "torch.compile": [
         test_transformers.test_compiles_without_graph_breaks,
         test_transformers.test_a_decoding_step_compiles_once,

@@ -110,12 +110,18 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
     Continuous batching in transformers accepts its own attention functions and names that contain "flash".
     `set_attn_implementation` looks the latter up elsewhere. So this sets BATCHING_NAME in the model's config directly
     and restores the config at the end of the block.
+
+    Steps in which each request has one new token run over pages, on every device and with windows.
+    max_blocks_per_request=0 in the ContinuousBatchingConfig turns that off, and keys are gathered in each step.
     """
     register()
+    from .paged import decode_over_pages
+
     before = _implementations(model.config)
     model.config._attn_implementation = BATCHING_NAME
     try:
-        yield
+        with decode_over_pages(BATCHING_NAME):
+            yield
     finally:
         model.config._attn_implementation = before
 

@@ -23,6 +23,7 @@ import strobe
 
 from ...errors import InvalidProblem, UnsupportedProblem, describe
 from ..signatures import rows_contiguous
+from . import paged
 from .context import active_plan, mask_of_plan
 from .dense_masks import Sizes, dense_mask, is_dense
 from .layer_mask import SDPA, Band, LayerMask
@@ -51,6 +52,9 @@ def attention(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords
         )
     q, k, v = (rows_contiguous(t.transpose(1, 2)) for t in (query, key, value))
+    if keywords.get("block_table") is not None:
+        own = {"scale": scaling, "softcap": keywords.get("softcap") or None, "sinks": keywords.get("s_aux")}
+        return paged.decode((q[0], k[0], v[0]), keywords, own)[None], None
     options = {
         "scale": scaling,
         "softcap": keywords.get("softcap") or None,
@@ -242,7 +246,6 @@ _UNSERVED = {
     "indices": "strobe picks no keys by index; " + SDPA,
     "block_indices": "strobe picks no keys by index; " + SDPA,
     "sinks": "strobe's sinks are one number a head, s_aux; " + SDPA,
-    "block_table": "this way in gathers keys through the cache and reads no pages; leave max_blocks_per_request at 0",
     "head_mask": "strobe weighs no heads; " + SDPA,
 }
 
@@ -258,6 +261,10 @@ def _refuse(keywords: dict[str, Any]) -> None:
     if keywords.get("output_attentions"):
         remedy = 'strobe never holds the weights; attn_implementation="eager" does'
         raise UnsupportedProblem(describe("output_attentions", True, "False", remedy))
+    has_pages = "k_cache" in keywords or isinstance(keywords.get("cache"), PagedAttentionCache)
+    if keywords.get("block_table") is not None and not has_pages:
+        remedy = "call strobe.attention_paged, which takes pages of your own"
+        raise UnsupportedProblem(describe("block_table", "a table without a cache", "continuous batching's", remedy))
     for name, remedy in _UNSERVED.items():
         if keywords.get(name) is not None:
             raise UnsupportedProblem(describe(name, type(keywords[name]).__name__, "None", remedy))
