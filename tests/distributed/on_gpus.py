@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import strobe
 from strobe.distributed import Plan, context_parallel, problems, warmup
 from strobe.integrations import sdpa
+from strobe.mods.dropout import kept
 
 BATCH, HEADS, HEADS_KV, HEAD_DIM = 2, 8, 4, 64
 EVEN, ODD = 1024, 1031  # bounds of EVEN are multiples of 16, so that fewer kernels are compiled
@@ -35,6 +36,7 @@ WAYS = {
     "heads": {"scheme": "heads"},
     "heads+keys": {"scheme": "heads+keys"},
 }
+KINDS = torch.float64, torch.bfloat16  # of what results are compared with
 TIMEOUT = timedelta(seconds=10)  # of the ranks that are left, in `_killed`
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -100,9 +102,62 @@ def _check(rank: int, world: int, folder: str) -> None:
         if not same or not max(ratios) <= 1:
             failed.append(row[:3])
     failed += _torch_ring(world) if DEVICE == "cuda" else []
+    failed += _functions(began)
     dist.barrier()
     _say(f"{'failed' if failed else 'all hold'} {failed} {strobe.last_errors()}")
     os._exit(1 if failed else 0)
+
+
+def _functions(began: float) -> list[tuple]:
+    """Dropout, and ALiBi over packed sequences, beside PyTorch in float64 and eager."""
+    failed, (whole, sinks) = [], _inputs(EVEN)
+    position, p, slopes = torch.arange(EVEN, device=DEVICE), 0.25, torch.linspace(0.01, 0.3, HEADS, device=DEVICE)
+    hidden = ~strobe.causal().dense(EVEN, EVEN, DEVICE)[:, None]
+    index = (torch.arange(BATCH, device=DEVICE)[:, None, None, None], torch.arange(HEADS, device=DEVICE)[:, None, None])
+    keep = kept(torch.tensor(7, device=DEVICE), p, *index, position[:, None], position) / (1 - p)
+    for way in ("keys", "heads"):
+        plan = context_parallel(**WAYS[way]).plan(strobe.causal(), seqlen=EVEN, heads_q=HEADS, heads_kv=HEADS_KV)
+        local = [plan.shard(t) for t in whole]
+        options = {"dropout_p": p, "dropout_seed": 7, "context_parallel": plan}
+        found = _whole(plan, _step(local, sinks, **options))
+        exact = [_eager([t.to(kind) for t in whole], sinks.to(kind), hidden, keep) for kind in KINDS]
+        failed += _say_ratios(began, ("dropout", way), _ratios(found, *exact))
+    offsets = torch.tensor([0, 300, 301, 900, EVEN], dtype=torch.int32, device=DEVICE)
+    documents = torch.searchsorted(offsets[1:], position, right=True)
+    packed = [t[:1] for t in whole]
+    hidden = hidden | (documents[:, None] != documents)
+    bias = -slopes[:, None, None] * (position[:, None] - position).abs()
+    plan = context_parallel(scheme="keys").plan_varlen(
+        offsets, causal=True, seqlen=EVEN, heads_q=HEADS, heads_kv=HEADS_KV
+    )
+    local = [plan.shard(t) for t in packed]
+    leaves = [t.detach().requires_grad_() for t in (*local[:3], sinks)]
+    options = {"cu_seqlens_q": offsets, "score_mod": strobe.alibi(slopes), "context_parallel": plan}
+    out = strobe.attention_varlen(*(t[0] for t in leaves[:3]), sinks=leaves[3], **options)[None]
+    found = _whole(plan, (out.detach(), *torch.autograd.grad(out, leaves, local[3])))
+    exact = [_eager([t.to(kind) for t in packed], sinks.to(kind), hidden, 1.0, bias) for kind in KINDS]
+    return failed + _say_ratios(began, ("packed, ALiBi", "keys"), _ratios(found, *exact))
+
+
+def _whole(plan: Plan, results) -> list[torch.Tensor]:
+    *parts, dsinks = results
+    dist.all_reduce(dsinks)
+    return [*map(plan.unshard, parts), dsinks]
+
+
+def _ratios(found, exact, eager) -> list[float]:
+    """Errors as shares of what is allowed: twice the error of eager PyTorch and a rounding."""
+    ratios = []
+    for ours, oracle, other in zip(found, exact, eager):
+        allowed = 2 * (other.double() - oracle).abs().max() + 2**-8 * oracle.abs().max()
+        ratios.append(round(float((ours.double() - oracle).abs().max() / allowed), 3))
+    return ratios
+
+
+def _say_ratios(began: float, name: tuple, ratios: list[float]) -> list[tuple]:
+    told = f"error / allowed of out, dq, dk, dv, dsinks {ratios}"
+    _say(f"{time.monotonic() - began:3.0f} s {EVEN} {name[0]:16} {name[1]:16} {told}")
+    return [] if max(ratios) <= 1 else [name]
 
 
 def _rows(masks: dict[int, dict[str, strobe.Mask]], world: int) -> list[Row]:
@@ -149,13 +204,7 @@ def _compared(plan: Plan, whole, sinks, expected) -> tuple[list[float], bool]:
     if DEVICE == "cuda":
         torch.cuda.set_sync_debug_mode("default")
     same = all(map(torch.equal, results, _step(local, sinks, context_parallel=plan)))
-    *parts, dsinks = results
-    dist.all_reduce(dsinks)
-    ratios = []
-    for ours, oracle, other in zip([*map(plan.unshard, parts), dsinks], *expected):
-        allowed = 2 * (other.double() - oracle).abs().max() + 2**-8 * oracle.abs().max()
-        ratios.append(round(float((ours.double() - oracle).abs().max() / allowed), 3))
-    return ratios, same
+    return _ratios(_whole(plan, results), *expected), same
 
 
 def _torch_ring(world: int) -> list[tuple[str, str]]:
@@ -186,15 +235,16 @@ def _torch_ring(world: int) -> list[tuple[str, str]]:
     return [] if served and max(errors) < 0.02 else [("causal", "torch's ring")]
 
 
-def _eager(tensors, sinks, hidden):
+def _eager(tensors, sinks, hidden, keep=1.0, bias=0.0):
+    """keep: factors of weights. bias: added to scores."""
     q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
     sinks = sinks.detach().requires_grad_()
     keys, values = (t.repeat_interleave(HEADS // HEADS_KV, 2) for t in (k, v))
     seqlen = q.shape[1]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * HEAD_DIM**-0.5
-    scores = scores.masked_fill(hidden, -torch.inf)
-    logits = torch.cat([scores, sinks[None, :, None, None].expand(BATCH, -1, seqlen, 1)], -1)
-    out = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1)[..., :-1], values)
+    scores = (scores + bias).to(q.dtype).masked_fill(hidden, -torch.inf)
+    logits = torch.cat([scores, sinks[None, :, None, None].expand(len(q), -1, seqlen, 1)], -1)
+    out = torch.einsum("bhqk,bkhd->bqhd", (logits.softmax(-1)[..., :-1] * keep).to(q.dtype), values)
     return (out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), tensors[3].to(out.dtype)))
 
 
