@@ -26,7 +26,7 @@ REPOSITORY = ROOT.parent.parent
 
 # From the ground up: a folder may import what stands below it, and itself.
 LAYERS = (
-    ("errors", "env", "help_request"),
+    ("errors", "env", "cli.help_request"),
     ("problem",),
     ("mods",),
     ("reference",),
@@ -39,11 +39,10 @@ LAYERS = (
     ("ops",),
     ("distributed",),
     ("interface",),
-    ("interface_decode", "interface_flex", "interface_paged"),
     ("",),  # strobe itself: applications come after it
     ("testing", "sim", "target"),
     ("compat",),
-    ("integrations", "flash_attn", "flash_attn_interface", "cute", "ring_flash_attn"),
+    ("integrations", "flash_attn", "flash_attn_interface", "cute", "distributed.ring_flash_attn"),
     ("bench",),
     ("cli",),
     ("__main__",),
@@ -55,7 +54,7 @@ STAND_INS = (
     "flash_attn",
     "flash_attn_interface",
     "cute",
-    "ring_flash_attn",
+    "distributed.ring_flash_attn",
     "compat.aten",
 )  # their functions have other libraries' signatures
 KERNELS = ("kernels.portable", "kernels.hopper", "kernels.blackwell", "kernels.device")

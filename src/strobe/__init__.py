@@ -9,11 +9,11 @@ torch.Size([1, 128, 4, 64])
 import sys
 from typing import TYPE_CHECKING
 
-from . import help_request
+from .cli import help_request
 
 if TYPE_CHECKING or not help_request.alone(getattr(sys, "argv", []), sys.orig_argv):
     from .errors import InvalidProblem, KernelFault, UnsupportedProblem
-    from .interface import (
+    from .interface.attention import (
         attention,
         attention_varlen,
         explain,
@@ -24,9 +24,9 @@ if TYPE_CHECKING or not help_request.alone(getattr(sys, "argv", []), sys.orig_ar
         supports,
         warmup,
     )
-    from .interface_decode import append, attention_decode, explain_decode, partial_attention_decode
-    from .interface_flex import flex_attention
-    from .interface_paged import attention_paged, explain_paged, partial_attention_paged
+    from .interface.decode import append, attention_decode, explain_decode, partial_attention_decode
+    from .interface.flex import flex_attention
+    from .interface.paged import attention_paged, explain_paged, partial_attention_paged
     from .mods.mask import mask_mod
     from .mods.score import alibi, bias, relative_bias, score_mod
     from .problem.cache import DenseCache, PagedCache, Rotary, quantize_kv

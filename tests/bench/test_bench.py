@@ -288,7 +288,7 @@ BROKEN = "\n\ndef attention(*_, **__):\n    raise ValueError(f'no luck in {__nam
 def _copied(to: Path, behind: str = "") -> Path:
     """The package as src/strobe of a new tree, with something behind its door's code."""
     shutil.copytree(SOURCE, to / "src" / "strobe", ignore=shutil.ignore_patterns("__pycache__"))
-    with (to / "src" / "strobe" / "interface.py").open("a") as door:
+    with (to / "src" / "strobe" / "interface" / "attention.py").open("a") as door:
         door.write(behind)
     return to / "src"
 
@@ -300,7 +300,7 @@ def test_strobe_as_it_was_is_a_rival(still: None, tmp_path: Path) -> None:
         row = run.measure(case, [*rivals.pick(["naive"], CPU), *same, *other], OPTIONS)
         assert set(row["rivals"]) == {"naive", same[0].name} and row["ms"]
         assert re.fullmatch(
-            "ValueError: no luck in strobe_at_[0-9a-f]+.interface", row["refused"][other[0].name]
+            "ValueError: no luck in strobe_at_[0-9a-f]+.interface.attention", row["refused"][other[0].name]
         )  # its own code, not ours
     row = run.measure(
         replace(SMALL, window=(7, 0)), rivals.pick(["naive", same[0].name], CPU), OPTIONS
@@ -314,14 +314,14 @@ def test_strobe_as_git_has_it_is_a_rival(still: None, tmp_path: Path, monkeypatc
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "broken"]):
         subprocess.run([*git, *words], check=True)
-    shutil.copy(SOURCE / "interface.py", source / "strobe" / "interface.py")
+    shutil.copy(SOURCE / "interface" / "attention.py", source / "strobe" / "interface" / "attention.py")
     subprocess.run([*git, "commit", "-qam", "mended"], check=True)
     monkeypatch.setattr(earlier, "_PACKAGE", source / "strobe")
     now, before = rivals.pick(["@HEAD", "@HEAD~1"], CPU)
     row = run.measure(SMALL, [now, before], OPTIONS)
     assert (
         set(row["rivals"]) == {now.name}
-        and row["refused"][before.name] == f"ValueError: no luck in strobe_at_{before.name[1:]}.interface"
+        and row["refused"][before.name] == f"ValueError: no luck in strobe_at_{before.name[1:]}.interface.attention"
     )
     assert re.fullmatch("@[0-9a-f]{7,}", now.name) and now.name != before.name
     for name in ("@HEAD~2", "@", "@--help", f"@{tmp_path}"):

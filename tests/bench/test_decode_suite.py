@@ -21,9 +21,9 @@ def test_decode_is_measured_over_cold_caches(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(decode, "COLD_BYTES", 100_000)
     assert SMALL_DECODE.copies == 2  # 2 * 2 * 100 * 2 * 16 * 4 = 51,200 bytes each
     seen = []
-    plain = decode.interface_decode.attention_decode
+    plain = decode.interface.attention_decode
     monkeypatch.setattr(
-        decode.interface_decode,
+        decode.interface,
         "attention_decode",
         lambda q, cache, **rest: seen.append(cache.k_pages.data_ptr()) or plain(q, cache, **rest),
     )

@@ -1,4 +1,4 @@
-"""`strobe.ring_flash_attn`: two processes with the rows of its layouts give what one process gives."""
+"""`strobe.distributed.ring_flash_attn`: two processes with the rows of its layouts give what one process gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import strobe
-import strobe.ring_flash_attn as ring
+import strobe.distributed.ring_flash_attn as ring
 from tests.compat import test_ring_flash_attn as original
 from tests.processes import WORLD, together
 

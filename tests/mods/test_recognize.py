@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import strobe
-from strobe.interface import _dense
+from strobe.interface.attention import _dense
 from strobe.mods.evaluate import evaluate
 from strobe.mods.mask import BoundMask, MaskMod, _Bound
 from strobe.mods.program import Program

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import interface_decode
 from ..errors import InvalidProblem
+from ..interface import decode as interface
 from ..problem.cache import PagedCache, quantize_kv
 from ..selection.select import Choice
 from . import roofline
@@ -155,7 +155,7 @@ def measure(case: DecodeCase, rivals: dict[str, Prepare], options: Options) -> d
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(options.device)) if on_gpu else nullcontext():
         inputs = case.inputs(options.device, case.copies)
         keywords: dict = dict(batch_invariant=case.batch_invariant, kernel=options.kernel)
-        ours = lambda rows, cache: lambda: interface_decode.attention_decode(rows[0], cache, **keywords)
+        ours = lambda rows, cache: lambda: interface.attention_decode(rows[0], cache, **keywords)
         refused = dict.fromkeys(rivals, "reads no keys of 8 bits") if case.fp8 else {}
         ready: dict[str, Contender] = {}
         for name, prepare in (*((n, p) for n, p in rivals.items() if n not in refused), ("strobe", None)):
@@ -168,7 +168,7 @@ def measure(case: DecodeCase, rivals: dict[str, Prepare], options: Options) -> d
         functions = {name: ready[name].function for name in sorted(ready, key=lambda name: name != "strobe")}
         times = interleave(functions, options.device, options.rounds, options.sample_ms)
         rows, cache = inputs[0]
-        choice = interface_decode.explain_decode(rows[0], cache, **keywords) if "strobe" in times else None
+        choice = interface.explain_decode(rows[0], cache, **keywords) if "strobe" in times else None
     return _row(case, choice, times, options) | {"refused": refused, "relative_error": error}
 
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from .. import interface
 from ..distributed import Plan, context_parallel, problems, warmup
 from ..distributed.visible import Visible
 from ..errors import InvalidProblem
+from ..interface import attention as interface
 from ..problem.call import Call
 from ..problem.mask import Mask, documents
 from ..problem.problem import Problem

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import interface
 from ..errors import InvalidProblem
+from ..interface import attention as interface
 from ..mods.mask import mask_mod
 from ..mods.score import alibi
 from ..problem import mask as masks

@@ -14,8 +14,9 @@ from typing import cast
 import torch
 import torch.nn.functional as functional
 
-from .. import flash_attn, interface
+from .. import flash_attn
 from ..compat import sdpa
+from ..interface import attention as interface
 from ..kernels.protocol import Kernel
 from ..kernels.runtime.launch_cache import CACHE, OP
 from ..ops import attention as ops

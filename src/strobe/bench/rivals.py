@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import interface
 from ..errors import InvalidProblem
+from ..interface import attention as interface
 from ..problem.torch_private import without_donated_buffers
 from ..selection.select import Choice
 from .cases import Case, Inputs

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem, describe, wrong_type
-from ..interface_decode import _call, _settings, append
-from ..interface_paged import _call as paged_call
+from ..interface.decode import _call, _settings, append
+from ..interface.paged import _call as paged_call
 from ..ops import decode as ops_decode
 from ..ops import paged as ops_paged
 from ..problem.cache import DenseCache, PagedCache, Rotary

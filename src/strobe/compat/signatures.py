@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem, describe, wrong_type
-from ..interface import Packing, call_of
+from ..interface.attention import Packing, call_of
 from ..mods.score import alibi
 from ..ops import attention as ops
 from ..ops import mods as ops_mods

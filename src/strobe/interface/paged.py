@@ -6,15 +6,15 @@ from typing import Literal, NoReturn, overload
 
 from torch import Tensor
 
-from .errors import wrong_type
-from .ops import paged as ops_paged
-from .problem.cache import DenseCache, Held, PagedCache
-from .problem.foreign_arguments import unknown
-from .problem.keywords import Window, as_length, band, options_of, output_tensor
-from .problem.mask import as_int32
-from .problem.merge import Partial
-from .problem.paged import PagedCall
-from .selection.select import Choice
+from ..errors import wrong_type
+from ..ops import paged as ops_paged
+from ..problem.cache import DenseCache, Held, PagedCache
+from ..problem.foreign_arguments import unknown
+from ..problem.keywords import Window, as_length, band, options_of, output_tensor
+from ..problem.mask import as_int32
+from ..problem.merge import Partial
+from ..problem.paged import PagedCall
+from ..selection.select import Choice
 
 
 @overload

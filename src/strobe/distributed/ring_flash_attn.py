@@ -1,6 +1,6 @@
 """ring-flash-attention's functions (ring_flash_attn 0.1.8) on strobe's context parallelism.
 
-    import strobe.ring_flash_attn as ring_flash_attn
+    import strobe.distributed.ring_flash_attn as ring_flash_attn
 
 Arguments, their order and the rows that a process holds are those of the originals:
 
@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .compat.signatures import Setting, refuse, unpacked
-from .distributed import ContextParallel, Plan, context_parallel
-from .distributed.gather import gather_rows
-from .distributed.packed import version_of
-from .distributed.runs import Run, Runs, contiguous, head_tail
-from .errors import InvalidProblem
-from .interface import attention, attention_varlen
-from .problem.mask import Mask, documents
+from ..compat.signatures import Setting, refuse, unpacked
+from ..errors import InvalidProblem
+from ..interface.attention import attention, attention_varlen
+from ..problem.mask import Mask, documents
+from . import ContextParallel, Plan, context_parallel
+from .gather import gather_rows
+from .packed import version_of
+from .runs import Run, Runs, contiguous, head_tail
 
 # ---------------------------------------------------------------- dense
 

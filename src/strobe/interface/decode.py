@@ -7,19 +7,19 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from .errors import wrong_type
-from .mods.mask import MaskMod
-from .mods.score import ScoreMod
-from .ops import decode as ops_decode
-from .ops import mods as ops_mods
-from .problem.append import AppendCall
-from .problem.cache import DenseCache, Held, PagedCache, Rotary
-from .problem.decode import DecodeCall
-from .problem.foreign_arguments import no_mask, unknown
-from .problem.keywords import Window, band, options_of, output_tensor
-from .problem.mask import Mask, as_int32
-from .problem.merge import Partial
-from .selection.select import Choice
+from ..errors import wrong_type
+from ..mods.mask import MaskMod
+from ..mods.score import ScoreMod
+from ..ops import decode as ops_decode
+from ..ops import mods as ops_mods
+from ..problem.append import AppendCall
+from ..problem.cache import DenseCache, Held, PagedCache, Rotary
+from ..problem.decode import DecodeCall
+from ..problem.foreign_arguments import no_mask, unknown
+from ..problem.keywords import Window, band, options_of, output_tensor
+from ..problem.mask import Mask, as_int32
+from ..problem.merge import Partial
+from ..selection.select import Choice
 
 
 def attention_decode(

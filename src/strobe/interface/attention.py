@@ -13,25 +13,25 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .distributed.arguments import Functions, attend, attend_packed
-from .distributed.plan import Plan
-from .errors import InvalidProblem, UnsupportedProblem, wrong_type
-from .kernels.runtime import error_flags
-from .mods.mask import MaskMod
-from .mods.score import ScoreMod
-from .ops import attention as ops
-from .ops import decode as ops_decode
-from .ops import mods as ops_mods
-from .ops import paged as ops_paged
-from .problem.call import Call
-from .problem.decode import DecodeProblem
-from .problem.foreign_arguments import no_mask, unknown
-from .problem.keywords import Options, Window, as_length, band, dropout_of, options_of, output_tensor
-from .problem.mask import NO_BOUND, Mask, as_int32, device_here
-from .problem.merge import Partial
-from .problem.paged import PagedProblem
-from .problem.problem import Problem
-from .selection.select import Choice
+from ..distributed.arguments import Functions, attend, attend_packed
+from ..distributed.plan import Plan
+from ..errors import InvalidProblem, UnsupportedProblem, wrong_type
+from ..kernels.runtime import error_flags
+from ..mods.mask import MaskMod
+from ..mods.score import ScoreMod
+from ..ops import attention as ops
+from ..ops import decode as ops_decode
+from ..ops import mods as ops_mods
+from ..ops import paged as ops_paged
+from ..problem.call import Call
+from ..problem.decode import DecodeProblem
+from ..problem.foreign_arguments import no_mask, unknown
+from ..problem.keywords import Options, Window, as_length, band, dropout_of, options_of, output_tensor
+from ..problem.mask import NO_BOUND, Mask, as_int32, device_here
+from ..problem.merge import Partial
+from ..problem.paged import PagedProblem
+from ..problem.problem import Problem
+from ..selection.select import Choice
 
 Packing = tuple[Tensor, "Tensor | None", "int | None", "int | None"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import InvalidProblem
-from .interface import attention, call_of
-from .mods.mask import mask_mod
-from .mods.score import ScoreMod
-from .ops import mods as ops_mods
+from ..errors import InvalidProblem
+from ..mods.mask import mask_mod
+from ..mods.score import ScoreMod
+from ..ops import mods as ops_mods
+from .attention import attention, call_of
 
 
 def flex_attention(
