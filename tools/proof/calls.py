@@ -293,6 +293,19 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "paged d128 16 tokens, sinks": lambda: _paged(128, tokens=20, promised=16, sinks=torch.zeros(32)),
     "paged d64 float8, 4 tokens": lambda: _paged(64, tokens=9, promised=4, cache_dtype=FP8),
     "paged d256 rows, 16 tokens": lambda: _paged(256, 0, tokens=20, promised=16),
+    "paged d128 prefill": lambda: _paged(128, tokens=2048, keys=4096),
+    "paged d128 prefill, pages of 128, window sinks softcap": lambda: _paged(
+        128, 128, tokens=2048, keys=4096, left=900, sinks=torch.zeros(32), softcap=20.0
+    ),
+    "paged d64 prefill, pages of 8": lambda: _paged(64, 8, tokens=2048, keys=4096),
+    "paged d96 prefill": lambda: _paged(96, tokens=2048, keys=4096),
+    "paged d192/128 prefill": lambda: _paged(192, tokens=2048, keys=4096)._replace(
+        v=torch.empty(256, 16, 8, 128, dtype=torch.bfloat16)
+    ),
+    "paged d192 prefill, window": lambda: _paged(192, tokens=2048, keys=4096, left=900),
+    "paged d256 prefill, left padded rows": lambda: _paged(
+        256, 0, tokens=2048, keys=4096, k_start=torch.zeros(1, dtype=torch.int32)
+    ),
 }
 
 

@@ -106,12 +106,6 @@ def test_a_broken_promise_is_nan_and_reported(monkeypatch):
 
 def test_what_the_decode_leaves_to_the_portable_kernel():
     cases = {
-        "promised": (
-            PAGED["mixed"],
-            {},
-            "made for sequences of 1 to 16 new tokens; by max_seqlen_q nothing is promised",
-        ),
-        "many": (PAGED["mixed_promised"], {}, "by max_seqlen_q 64 are promised"),
         "invariant": (CASES["speculated"], {"batch_invariant": True}, "one kernel computes every mix"),
         "scales": (replace(PAGED["fp8_token_scales"], tokens=16), {}, "runs no scales of keys and heads"),
     }

@@ -13,8 +13,16 @@ from strobe.problem.target import FAKES
 from strobe.selection.select import select
 from strobe.testing.paged import PAGED
 
+LAUNCHES = {
+    ("portable", "mixed"): ["schedule_kernel", "paged_kernel", "combine_kernel"],
+    ("portable", "fp8"): ["schedule_kernel", "paged_kernel", "combine_kernel"],
+    ("hopper", "speculated"): ["other_rows_kernel", "decode_kernel"],
+    ("hopper", "window_softcap_sinks"): ["forward_kernel", "decode_kernel"],
+    ("hopper", "rows_left_padded_window"): ["forward_kernel", "decode_kernel"],
+}
 
-@pytest.mark.parametrize("kernel, name", [("portable", "mixed"), ("portable", "fp8"), ("hopper", "speculated")])
+
+@pytest.mark.parametrize("kernel, name", list(LAUNCHES))
 def test_every_address_of_a_launch_is_known(kernel, name, monkeypatch):
     call = PAGED[name].build("cpu", torch.bfloat16, kernel=kernel)
     plan = select(PagedProblem.from_call(call), FAKES["H200"]).forward
@@ -34,10 +42,4 @@ def test_every_address_of_a_launch_is_known(kernel, name, monkeypatch):
 
     monkeypatch.setattr(launcher, "start", start)
     plan.kernel.run(plan, call, Forward(out, lse), workspace)
-    assert (
-        started
-        == {
-            "portable": ["schedule_kernel", "paged_kernel", "combine_kernel"],
-            "hopper": ["other_rows_kernel", "decode_kernel"],
-        }[kernel]
-    )
+    assert started == LAUNCHES[kernel, name]

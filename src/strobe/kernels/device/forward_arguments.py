@@ -80,6 +80,16 @@ class HookParams(NamedTuple):
     block_lists: BlockListParams | None
 
 
+class CacheParams(NamedTuple):
+    """Sizes of a cache whose keys packed queries see, int32. 0 where it has no pages."""
+
+    max_pages: Any  # of a sequence
+    num_pages: Any  # of the pool
+    k_step: Any  # rows of K from one page, or one sequence of a dense cache, to the next
+    v_step: Any
+    few_tokens: Any  # sequences with at most so many new tokens are left to another launch
+
+
 class LaunchParams(NamedTuple):
     """All scalars of a launch, and what its hooks read."""
 
@@ -88,6 +98,15 @@ class LaunchParams(NamedTuple):
     window: WindowParams
     softmax: SoftmaxParams
     hooks: HookParams | None = None
+    cache: CacheParams | None = None
+
+
+class CacheTensors(NamedTuple):
+    """Where the keys of sequences lie in a cache (`device.cached_keys`), int32; None where the call has none."""
+
+    page_table: Any  # [B, max_pages]
+    seqlens: Any  # [B]
+    k_start: Any  # [B]
 
 
 class Pointers(NamedTuple):
@@ -100,6 +119,7 @@ class Pointers(NamedTuple):
     ranges: Any  # KeyRangeTensors
     errors: Any  # error word
     tile_counter: Any
+    cache: Any = None  # CacheTensors
 
 
 class KeyRangeTensors(NamedTuple):

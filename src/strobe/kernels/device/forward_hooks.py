@@ -21,6 +21,7 @@ scores are all -inf, are found at the end of the tile. The tile is redone with t
 every step (`tile_redo`).
 """
 
+from .cached_keys import hide_lost_boxes
 from .dialect import Value, gl, gluon, record
 from .pack_gqa import queries_of
 from .softmax import tanh
@@ -39,6 +40,8 @@ def modify_scores(s, block, mods, softmax, traits: gl.constexpr):
         else:
             if not block.is_full:
                 s = mods.mask(s, block.n_start, traits)
+    if traits.has_pages:
+        s = hide_lost_boxes(s, block.lost, traits)
     return s
 
 

@@ -36,6 +36,15 @@ class KeyBlock:
     n_start: gl.tensor  # its first key
     is_full: Value  # whether a list says that every row sees every key; None without lists
     may_be_first: Value  # whether a row may not have met a key before; None without lists
+    lost: Value  # pages: bits of the boxes whose keys are hidden (`cached_keys`); else None
+
+    @gluon.jit
+    def without_boxes(self, lost, traits: gl.constexpr):
+        """The same block with these lost boxes."""
+        if traits.has_pages:
+            return KeyBlock(self.n_start, self.is_full, self.may_be_first, lost)
+        else:
+            return self
 
 
 @record
@@ -74,7 +83,7 @@ class BlockInfo:
 
     @gluon.jit
     def visit(self, i, traits: gl.constexpr):
-        return KeyBlock(self.n_block(i, traits) * traits.block_n, None, None)
+        return KeyBlock(self.n_block(i, traits) * traits.block_n, None, None, None)
 
     @gluon.jit
     def blocks_after(self, own):
@@ -142,7 +151,7 @@ class BlockList:
 
     @gluon.jit
     def visit(self, i, traits: gl.constexpr):
-        return KeyBlock(self.n_block(i, traits) * traits.block_n, i >= self.num_partial, i <= self.num_partial)
+        return KeyBlock(self.n_block(i, traits) * traits.block_n, i >= self.num_partial, i <= self.num_partial, None)
 
     @gluon.jit
     def blocks_after(self, own):

@@ -24,6 +24,7 @@ from .seqlen import (
     keys_of,
     span_of,
 )
+from .split_kv import sequence_keys
 from .tile_redo import RedoFlags, RedoRequest
 from .tile_scheduler import END, NUM_BLOCKS, WORDS, FourWordRows, read_words, word
 from .tma import HeadRows
@@ -267,6 +268,22 @@ def packed_work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
 
 
 @gluon.jit
+def cached_work_tile(tile_index, cu_seqlens, cache, launch, errors, traits: gl.constexpr):
+    """A tile of packed queries over a cache. cache: CacheTensors. offset_k is the index of the sequence."""
+    shape = launch.shape
+    head = tile_index % shape.heads
+    tile = shape.num_m_blocks - 1 - tile_index // shape.heads
+    sequence, m_block = find_sequence(cu_seqlens.q, tile, shape.batch, shape.seqlen_q, traits.block_m)
+    offset_q, seqlen_q = span_of(cu_seqlens.q, sequence, shape.batch, shape.seqlen_q)
+    inside, index = (sequence > 0) & (sequence <= shape.batch), gl.minimum(gl.maximum(sequence - 1, 0), shape.batch - 1)
+    _, num_keys = sequence_keys(cache.seqlens, cache.k_start, index, shape.seqlen_k, errors, traits)
+    num_keys = gl.where(inside, num_keys, OUTSIDE)
+    is_valid = (m_block * traits.block_m < seqlen_q) & ~(inside & (seqlen_q <= launch.cache.few_tokens))
+    seqlen = SeqlenInfo(offset_q, seqlen_q, index, num_keys, num_keys, 0)
+    return work_tile(is_valid, tile_index * 0, head, m_block, seqlen, None, launch, traits)
+
+
+@gluon.jit
 def work_tile(is_valid, batch, head, m_block, seqlen, sequence, launch, traits: gl.constexpr):
     m_start = m_block * traits.block_m - rows_before_first(seqlen.seqlen_q, traits)
     blocks = BlockInfo.of_rows(m_start, traits.block_m, seqlen, launch.window, traits)
@@ -322,7 +339,10 @@ def check_cu_seqlens(cu_seqlens, launch, errors):
         lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         shape, window = launch.shape, launch.window
         guard_offsets(cu_seqlens.q, shape.batch, shape.seqlen_q, window.max_seqlen_q, lanes, errors, OFFSETS_Q, LONG_Q)
-        guard_offsets(cu_seqlens.k, shape.batch, shape.seqlen_k, window.max_seqlen_k, lanes, errors, OFFSETS_K, LONG_K)
+        if cu_seqlens.k is not None:
+            guard_offsets(
+                cu_seqlens.k, shape.batch, shape.seqlen_k, window.max_seqlen_k, lanes, errors, OFFSETS_K, LONG_K
+            )
 
 
 # ---------------------------------------------------------------- from the producer to the consumers

@@ -26,8 +26,8 @@ rows are neither read nor written.
 
 To add a feature: scores -> device.forward_hooks.modify_scores; which keys a row sees ->
 device.forward_mask.AttentionMask; which key blocks a tile visits -> device.forward_mask.BlockInfo, BlockList; where
-rows lie -> device.forward_mask.SeqlenInfo; a constant of the kernel -> traits.ForwardTraits; a scalar ->
-device.forward_arguments.LaunchParams.
+rows lie -> device.forward_mask.SeqlenInfo; where keys of a cache lie -> device.cached_keys; a constant of the kernel ->
+traits.ForwardTraits; a scalar -> device.forward_arguments.LaunchParams.
 
 Triton reads the body of a loop twice, and of a loop in a loop four times. It reads a function once for all calls with
 the same types, and consumers' indices are tensors for that reason (d64 causal is read in 0.65 s instead of 1.04, on an
@@ -37,6 +37,7 @@ Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; conditional 
 (Dao-AILab/flash-attention, flash_attn/cute); ragged descriptors: triton.tools.ragged_tma.
 """
 
+from ..device.cached_keys import allocate_cached_tiles, allocate_lost_boxes, lost_boxes
 from ..device.conditional_rescaling import log2_offset_of
 from ..device.dialect import (
     fence_async_shared,
@@ -211,6 +212,7 @@ class Consumer:
         s = qk_product(q, self.pipes.k.tiles, k, traits)
         self.warp_scheduler_barrier_arrive()
         s = warpgroup_mma_wait(0, deps=[s])
+        block = block.without_boxes(self.lost_boxes(k), traits)
         self.pipes.k.consumer_release(k)
         k = k.advance()
         # P_0 = softmax(S_0)
@@ -238,9 +240,10 @@ class Consumer:
         o = pv_product(state.p, self.pipes.v.tiles, v, o)
         self.warp_scheduler_barrier_arrive()
         s = warpgroup_mma_wait(traits.pv_products, deps=[s])
+        lost = self.lost_boxes(k)
         self.pipes.k.consumer_release(k)
         # P_i = softmax(S_i)
-        block = blocks.visit(i, traits)
+        block = blocks.visit(i, traits).without_boxes(lost, traits)
         look = needs_row_max(block, mask, redo, traits)
         offset: gl.constexpr = self.log2_offset()
         p, rescale, softmax = state.softmax.online_step(s, look, block, mask, mods, self.launch.softmax, offset, traits)
@@ -250,6 +253,14 @@ class Consumer:
         self.pipes.v.consumer_release(v)
         p = self.p_operand(p)
         return AttentionState(k.advance(), o, k, rescale, softmax, p)
+
+    @gluon.jit
+    def lost_boxes(self, k):
+        """Pages: bits of the boxes of K's stage whose keys are hidden; else 0."""
+        lost = 0
+        if self.traits.has_pages:
+            lost = lost_boxes(self.pipes.lost_boxes, k)
+        return lost
 
     @gluon.jit
     def last_product(self, state):
@@ -296,7 +307,10 @@ class Consumer:
             is_empty = sees_none
         normalizer, lse = normalizer_of(result.row_max, result.row_sum, sees_none, sink, traits)
         if traits.packed:  # NaN shows rows and keys beyond what the caller promised
-            broken = breaks_promise(query, seqlen.seqlen_k, window)
+            token = query
+            if traits.cached:  # all rows of the sequence
+                token = query * 0 + (seqlen.seqlen_q - 1)
+            broken = breaks_promise(token, seqlen.seqlen_k, window)
             normalizer = gl.where(broken, float("nan"), normalizer)
             lse = gl.where(broken, float("nan"), lse)
         lse_rows = outputs.lse + (work.batch.to(gl.int64) * heads_q + head) * shape.seqlen_q + seqlen.offset_q
@@ -480,11 +494,21 @@ def forward_kernel(
     if traits.mask.documents:
         ids_k = pointers.ranges.ids_k
     outputs = Outputs(o_map, pointers.lse, pointers.sinks, ids_k)
-    cu_seqlens, ranges = CuSeqlens(pointers.cu_seqlens_q, pointers.cu_seqlens_k), pointers.ranges
+    cu_seqlens = CuSeqlens(pointers.cu_seqlens_q, pointers.cu_seqlens_k)
+    ranges, cache = pointers.ranges, pointers.cache
     workspace = Workspace(pointers.errors, pointers.tile_counter)
     launch = launch_params  # an assignment makes values of constants, which partitions can capture
-    q_smem, k_smem = allocate_tiles(traits.q_slots, maps.q), allocate_tiles(traits.stages, maps.k)
-    v_smem, o_smem = allocate_tiles(traits.stages, maps.v), allocate_tiles(traits.q_slots, o_map)
+    q_smem = allocate_tiles(traits.q_slots, maps.q)
+    lost_words = None
+    if traits.cached:
+        k_smem = allocate_cached_tiles(traits.stages, maps.k, traits.block_n, traits.main_d, traits.tail_d)
+        v_smem = allocate_cached_tiles(traits.stages, maps.v, traits.block_n, traits.main_dv, traits.tail_dv)
+        if traits.has_pages:
+            lost_words = allocate_lost_boxes(traits.stages)
+    else:
+        k_smem = allocate_tiles(traits.stages, maps.k)
+        v_smem = allocate_tiles(traits.stages, maps.v)
+    o_smem = allocate_tiles(traits.q_slots, o_map)
     work_pipe = WorkTilePipeline.create(ROWS, traits)
     q_pipe = Pipeline.create(q_smem, traits.consumers, 1)
     k_pipe = Pipeline.create(k_smem, traits.stages, traits.release_arrivals, traits.release_per_thread)
@@ -492,7 +516,7 @@ def forward_kernel(
     v_landed = v_pipe.full
     if traits.mask.documents:
         v_landed = ring(traits.stages, 1)
-    pipes = Pipelines(work_pipe, q_pipe, k_pipe, v_pipe, v_landed)
+    pipes = Pipelines(work_pipe, q_pipe, k_pipe, v_pipe, v_landed, lost_words)
     if traits.consumers == 4:
         warp_specialize(
             [
@@ -500,10 +524,10 @@ def forward_kernel(
                 (consumer, (gl.constexpr(1), outputs, pipes, o_smem, launch, traits)),
                 (consumer, (gl.constexpr(2), outputs, pipes, o_smem, launch, traits)),
                 (consumer, (gl.constexpr(3), outputs, pipes, o_smem, launch, traits)),
-                (producer, (maps, cu_seqlens, ranges, pipes, launch, workspace, traits)),
+                (producer, (maps, cu_seqlens, ranges, cache, pipes, launch, workspace, traits)),
             ],
             [4, 4, 4, 1],
-            [112, 112, 112, 32],
+            traits.partition_registers,
         )
     elif traits.consumers == 3:
         warp_specialize(
@@ -511,18 +535,18 @@ def forward_kernel(
                 (consumer, (gl.constexpr(0), outputs, pipes, o_smem, launch, traits)),
                 (consumer, (gl.constexpr(1), outputs, pipes, o_smem, launch, traits)),
                 (consumer, (gl.constexpr(2), outputs, pipes, o_smem, launch, traits)),
-                (producer, (maps, cu_seqlens, ranges, pipes, launch, workspace, traits)),
+                (producer, (maps, cu_seqlens, ranges, cache, pipes, launch, workspace, traits)),
             ],
             [4, 4, 1],
-            [160, 160, 32],
+            traits.partition_registers,
         )
     else:
         warp_specialize(
             [
                 (consumer, (gl.constexpr(0), outputs, pipes, o_smem, launch, traits)),
                 (consumer, (gl.constexpr(1), outputs, pipes, o_smem, launch, traits)),
-                (producer, (maps, cu_seqlens, ranges, pipes, launch, workspace, traits)),
+                (producer, (maps, cu_seqlens, ranges, cache, pipes, launch, workspace, traits)),
             ],
             [4, 1],
-            [240, 24],
+            traits.partition_registers,
         )

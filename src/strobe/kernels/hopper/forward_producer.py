@@ -5,8 +5,9 @@ producer's own. The producer zeroes rows of other documents (`device.zero_foreig
 consumers.
 """
 
-from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, partition_barrier, record
-from ..device.forward_scheduler import TileScheduler, WorkTilePipeline, check_cu_seqlens
+from ..device.cached_keys import CachedKeys, tell_lost_boxes
+from ..device.dialect import Value, fence_async_shared, gl, gluon, mbarrier, partition_barrier, record
+from ..device.forward_scheduler import TileScheduler, WorkTilePipeline, cached_work_tile, check_cu_seqlens
 from ..device.key_ranges import PURE
 from ..device.pipeline import Pipeline, PipelineState
 from ..device.tile_redo import RedoRequest
@@ -22,6 +23,7 @@ class Pipelines:
     k: Pipeline
     v: Pipeline
     v_landed: gl.shared_memory_descriptor  # documents: barriers of the producer's own, on which V of a redo lands
+    lost_boxes: Value  # pages: words that tell which keys of K's stages are hidden; else None
 
 
 @record
@@ -46,6 +48,7 @@ class Producer:
     maps: gl.tuple  # InputMaps
     cu_seqlens: gl.tuple  # CuSeqlens
     ranges: gl.tuple | gl.constexpr  # KeyRangeTensors or None
+    cache: gl.tuple | gl.constexpr  # CacheTensors or None
     pipes: Pipelines
     launch: gl.tuple  # LaunchParams
     workspace: gl.tuple  # Workspace
@@ -90,7 +93,12 @@ class Producer:
 
     @gluon.jit
     def scheduled_work(self, scheduler):
-        return scheduler.get_current_work(self.cu_seqlens, self.ranges, self.launch, self.workspace.errors, self.traits)
+        traits: gl.constexpr = self.traits
+        cu_seqlens, launch, errors = self.cu_seqlens, self.launch, self.workspace.errors
+        if traits.cached:
+            return cached_work_tile(scheduler.tile_index, cu_seqlens, self.cache, launch, errors, traits)
+        else:
+            return scheduler.get_current_work(cu_seqlens, self.ranges, launch, errors, traits)
 
     @gluon.jit
     def load_work_tile(self, work, redo, state):
@@ -100,11 +108,8 @@ class Producer:
         maps, pipes, shape = self.maps, self.pipes, self.launch.shape
         pipes.work.publish(state.work, work, redo, traits)
         slot, work_state = state.work.index, state.work.advance()
-        q_rows, k_rows, v_rows = (
-            work.q_rows(shape, traits),
-            work.kv_rows(shape.gap_k, shape, traits),
-            work.kv_rows(shape.gap_v, shape, traits),
-        )
+        q_rows = work.q_rows(shape, traits)
+        k_rows, v_rows = self.kv_rows(work)
         blocks = work.blocks(self.launch, traits)
         k, v = state.k, state.v
         for consumer in gl.static_range(CONSUMERS):
@@ -133,9 +138,29 @@ class Producer:
         return ProducerState(k, v, state.q.advance(), work_state)
 
     @gluon.jit
+    def kv_rows(self, work):
+        """Where K and V of a tile lie: HeadRows, or CachedKeys of both."""
+        traits: gl.constexpr = self.traits
+        shape = self.launch.shape
+        if traits.cached:
+            keys = CachedKeys.of_tile(work, self.cache, self.launch, self.workspace.errors, traits)
+            return keys, keys
+        else:
+            return work.kv_rows(shape.gap_k, shape, traits), work.kv_rows(shape.gap_v, shape, traits)
+
+    @gluon.jit
     def load_k(self, state, rows, n_block):
-        self.pipes.k.producer_acquire(state)
-        self.pipes.k.producer_load(state, self.maps.k, rows, n_block * self.traits.block_n, self.traits)
+        traits: gl.constexpr = self.traits
+        pipe, n_start = self.pipes.k, n_block * traits.block_n
+        if traits.cached:
+            box_rows, lost = rows.box_rows(n_start, self.launch.cache.k_step, traits)
+            pipe.producer_acquire(state)
+            if traits.has_pages:
+                tell_lost_boxes(self.pipes.lost_boxes, state, lost, self.workspace.errors)
+            rows.load(pipe, state, self.maps.k, n_start, box_rows, lost, traits)
+        else:
+            pipe.producer_acquire(state)
+            pipe.producer_load(state, self.maps.k, rows, n_start, traits)
         return state.advance()
 
     @gluon.jit
@@ -143,16 +168,22 @@ class Producer:
         """One block of V. With documents, v_landed completes a phase in any case, so that it has the phase of the
         pipeline.
         """
-        pipes, block_n = self.pipes, self.traits.block_n
-        pipes.v.producer_acquire(state)
-        if self.traits.mask.documents:
-            if zero_foreign:
-                pipes.v.producer_load_on(pipes.v_landed, state, self.maps.v, rows, n_block * block_n, self.traits)
-            else:
-                mbarrier.arrive(pipes.v_landed.index(state.index))
-                pipes.v.producer_load(state, self.maps.v, rows, n_block * block_n, self.traits)
+        traits: gl.constexpr = self.traits
+        pipes, n_start = self.pipes, n_block * traits.block_n
+        if traits.cached:
+            box_rows, lost = rows.box_rows(n_start, self.launch.cache.v_step, traits)
+            pipes.v.producer_acquire(state)
+            rows.load(pipes.v, state, self.maps.v, n_start, box_rows, lost, traits)
         else:
-            pipes.v.producer_load(state, self.maps.v, rows, n_block * block_n, self.traits)
+            pipes.v.producer_acquire(state)
+            if traits.mask.documents:
+                if zero_foreign:
+                    pipes.v.producer_load_on(pipes.v_landed, state, self.maps.v, rows, n_start, traits)
+                else:
+                    mbarrier.arrive(pipes.v_landed.index(state.index))
+                    pipes.v.producer_load(state, self.maps.v, rows, n_start, traits)
+            else:
+                pipes.v.producer_load(state, self.maps.v, rows, n_start, traits)
         return state.advance()
 
     @gluon.jit
@@ -171,5 +202,5 @@ class Producer:
 
 
 @gluon.jit
-def producer(maps, cu_seqlens, ranges, pipes, launch, workspace, traits: gl.constexpr):
-    Producer(maps, cu_seqlens, ranges, pipes, launch, workspace, traits).run()
+def producer(maps, cu_seqlens, ranges, cache, pipes, launch, workspace, traits: gl.constexpr):
+    Producer(maps, cu_seqlens, ranges, cache, pipes, launch, workspace, traits).run()

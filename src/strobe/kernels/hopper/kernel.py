@@ -19,7 +19,6 @@ from ..protocol import (
     Forward,
     Plan,
     attention_cost,
-    entries,
     fills_tiles,
     keys_a_row,
     visible_pairs,
@@ -33,12 +32,12 @@ from ..runtime.tma_requirements import (
     against_spans,
     against_tools,
     has_spans,
-    qheads_per_tile,
     query_tiles,
 )
 from .backward_with_hooks import against_lists, backward_with_hooks
 from .decode_config import DECODE as DECODE
 from .decode_config import InvariantConfig, invariant_config
+from .forward_config import EARLY, EARLY_KEYS, forward_traits
 from .paged_config import PAGED as PAGED
 from .traits import ROWS, BackwardTileConfig, BackwardTraits, ForwardTraits, Tuning
 
@@ -83,14 +82,6 @@ PIECES = {
         block_n=64, stages=2, consumers=2, half_staged=True, ping_pong=True
     ),  # with half of q in registers, documents spill
 }
-# head dimensions for which optimistic softmax (`early`) is faster; at 256 the products alone are the limit. It needs
-# EARLY_KEYS keys per row on average, because redo flags cost more than they save with fewer.
-# speed relative to softmax that waits for row_max (H200), d128 and d64:
-#   causal 512   0.97x, 0.99x
-#   causal 1k    1.02x to 1.03x
-#   dense 512    1.04x, 1.02x
-EARLY = {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)}
-EARLY_KEYS = 400
 # with a softcap, because tanh takes registers
 CAPPED = {
     (64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, under=False, ping_pong=True),
@@ -213,27 +204,8 @@ class HopperForward:
     def config(self, problem: Problem, target: Target) -> ForwardConfig | InvariantConfig:
         if problem.batch_invariant:
             return invariant_config(problem)
-        tuning = tuning_of(problem)
-        # A window's tile of more heads has fewer queries, which see fewer keys: up to 9 % faster for an equal number of
-        # tiles (H200, windows of 128 to 4096).
-        fewer = 0.0 if problem.mask.left else 0.1
-        tuning = replace(tuning, pack_gqa=qheads_per_tile(problem, ROWS * tuning.consumers, ROWS, fewer))
-        group = problem.group // tuning.pack_gqa
-        even = fills_tiles(problem, tuning.block_n)
         widths = tiled(problem.head_dim, problem.head_dim_v)
-        counted = query_tiles(problem, tuning.block_m) * problem.heads_kv * group * entries(problem) > target.sm_count
-        form = ForwardTraits(
-            tuning,
-            *widths,
-            group,
-            problem.mask,
-            bool(problem.softcap),
-            problem.sinks,
-            even,
-            problem.packed,
-            counted,
-            early(problem),
-        )
+        form = forward_traits(problem, target, tuning_of(problem), widths, early(problem))
         if problem.mods is not None:
             functions, lists = mod_functions(problem.mods), mask_blocks.sizes_of(problem)
             size, per_head = (None, False) if lists is None else (LISTED_BLOCK, lists.heads > 1)

@@ -1,39 +1,111 @@
-"""Arguments and launches of packed queries over a cache, from a Plan and a call: the rows of no sequence, then the
-decode.
+"""Arguments and launches of packed queries over a cache, from a Plan and a call.
+
+Few tokens a sequence: the rows of no sequence, then the decode. Else the forward, which skips sequences of few tokens,
+then the decode of these, which skips the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
 
+from ...problem.mask import NO_BOUND
 from ...problem.paged import PagedCall
-from ..device.persistent_launch import Launch
+from ...problem.problem import ALIGNMENT
+from ..device.dialect import TensorDescriptor
+from ..device.forward_arguments import (
+    CacheParams,
+    CacheTensors,
+    LaunchParams,
+    Pointers,
+    ShapeParams,
+    SoftmaxParams,
+    WindowParams,
+)
+from ..device.persistent_launch import Launch, softmax_parameters
+from ..device.tma import addressable, describing, descriptor
 from ..protocol import Forward, Plan
 from ..runtime import error_flags, launcher
 from ..runtime.launch_cache import CACHE, Replay, decode_addresses
-from ..runtime.workspace import pieces_of
+from ..runtime.tma_requirements import query_tiles
+from ..runtime.workspace import pieces_of, zeros_on
+from . import forward
 from .decode_arguments import DecodeTensors
 from .decode_config import padded
 from .launch_decode import decode_launch, partials_of
 from .paged_rows import other_rows_kernel
+from .prefill_config import MOST_TOKENS, as_packed, of_few, rows_apart
+from .traits import ROWS, ForwardTraits
+
+MOST_COLUMNS = 64  # of a box: those of a swizzle
 
 
-def run_paged(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
+def run_few(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
+    moving, decode = _decode(plan, call, t, workspace)
+    others = _start(plan, "others", moving, t, lambda: other_rows_launch(plan, decode()))
+    _insert(plan, call, t, workspace, _both(others, _start_decode(plan, moving, decode, t)))
+
+
+def run_mixed(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
+    form: ForwardTraits = plan.config.form
+    if call.q.data_ptr() % ALIGNMENT:
+        call, plan = call._replace(q=call.q.clone()), plan._replace(replays=False)
+    out = addressable(t.out, form.pack_gqa > 1)
     word = error_flags.word(call.q.device)
-    partials = partials_of(plan, workspace, call.q.device)
+    counter = zeros_on(call.q.device, 1) if form.counted else None
+    moving = (*call.about, out, t.lse, word, counter)
+    launch = _start(
+        plan, "forward", moving, t._replace(out=out), lambda: prefill_launch(plan, call, out, t.lse, counter)
+    )
+    if out is not t.out:
+        t.out.copy_(out)
+    both: Replay | None = launch if counter is None or launch is None else launch.on_this_stream()
+    if plan.config.decode is not None:
+        few = plan._replace(problem=of_few(plan.problem), config=plan.config.decode)
+        moving, decode = _decode(few, call, t, workspace)
+        both = _both(both, _start_decode(few, moving, decode, t))
+    if plan.replays and out is t.out:
+        _insert(plan, call, t, workspace, both)
+
+
+def _decode(
+    plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]
+) -> tuple[tuple[Tensor | None, ...], Callable[[], Launch]]:
+    """What the decode's launch reads and writes, and the launch."""
+    word, partials = error_flags.word(call.q.device), partials_of(plan, workspace, call.q.device)
     tensors = DecodeTensors(
         call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks, call.cu_seqlens_q
     )
     moving = (*tensors, call.k_scale, call.v_scale, *partials, word)
-    decode = lambda: decode_launch(plan, call, tensors, partials, word)
-    strides = t.out.stride()
-    others = launcher.start(plan, ("others", strides), moving, lambda: other_rows_launch(plan, decode()))
-    launch = launcher.start(plan, ("decode", strides), moving, decode)
-    if launch is not None and partials.counters is not None:  # counters of the current stream
-        launch = launch.on_this_stream()
+    return moving, partial(decode_launch, plan, call, tensors, partials, word)
+
+
+def _start_decode(plan: Plan, moving: tuple, decode: Callable[[], Launch], t: Forward) -> Replay | None:
+    launch, traits = _start(plan, "decode", moving, t, decode), plan.config.traits
+    if launch is not None and not (traits.single or traits.cluster):  # counters of the current stream
+        return launch.on_this_stream()
+    return launch
+
+
+def _start(
+    plan: Plan, name: str, moving: tuple, t: Forward, describe: Callable[[], Launch]
+) -> launcher.RecordedLaunch | None:
+    return launcher.start(plan, (name, t.out.stride()), moving, describe)
+
+
+def _insert(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor], replay: Replay | None) -> None:
     if t.out.is_contiguous():
         written = [tensor.data_ptr() for tensor in (*t, *pieces_of(workspace))]
-        CACHE.insert_launch(plan, decode_addresses(call, *written), _both(others, launch))
+        CACHE.insert_launch(plan, decode_addresses(call, *written), replay)
+
+
+def _both(first: Replay | None, second: Replay | None) -> Replay | None:
+    """A replay of two launches; None if one was not recorded. The first may run twice: launches leave counters at 0."""
+    if first is None or second is None:
+        return None
+    return lambda: first() and second()
 
 
 def other_rows_launch(plan: Plan, decode: Launch) -> Launch:
@@ -48,8 +120,41 @@ def other_rows_launch(plan: Plan, decode: Launch) -> Launch:
     return Launch(other_rows_kernel, problem.total_q, arguments, {"num_warps": 1})
 
 
-def _both(first: Replay | None, second: Replay | None) -> Replay | None:
-    """A replay of two launches; None if one was not recorded. The first may run twice: it has no counters."""
-    if first is None or second is None:
-        return None
-    return lambda: first() and second()
+def prefill_launch(plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counter: Tensor | None) -> Launch:
+    """The forward of the sequences that the plan's decode does not run."""
+    form: ForwardTraits = plan.config.form
+    problem = plan.problem
+    layout, heads = problem.layout, problem.heads_kv * form.group
+    tiles_m = query_tiles(as_packed(problem), form.block_m)
+    shape = ShapeParams(layout.batch, heads, problem.total_q, problem.capacity, tiles_m, heads)
+    window = WindowParams(call.left, call.right, call.max_seqlen_q, NO_BOUND)
+    pages = (layout.max_pages, layout.n_pages) if problem.paged else (0, 0)
+    cache = CacheParams(*pages, *rows_apart(problem), 0 if plan.config.decode is None else MOST_TOKENS)
+    softmax = SoftmaxParams(*softmax_parameters(as_packed(problem)))
+    launch = LaunchParams(heads * tiles_m, shape, window, softmax, None, cache)
+    tensors = CacheTensors(call.page_table, call.seqlens, call.k_start)
+    word = error_flags.word(call.q.device)
+    pointers = Pointers(lse, call.sinks, call.cu_seqlens_q, None, None, word, counter, tensors)
+    registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # as in `launch_forward`
+    arguments = (*descriptors(call, out, form), pointers, launch, form)
+    programs = min(plan.target.sm_count, heads * tiles_m)
+    return Launch(forward.forward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": registers})
+
+
+def descriptors(call: PagedCall, out: Tensor, form: ForwardTraits) -> tuple[TensorDescriptor | None, ...]:
+    """Descriptors of q, k, v and out: tiles of the first columns, then tiles of the rest; boxes of k and v."""
+    queries, halves = describing(form.tuning), 2 if form.tuning.half_staged else 1
+    box = lambda pool, columns: descriptor(pool[0], form.box_rows, min(columns, MOST_COLUMNS)) if columns else None
+    first = (
+        queries(call.q, ROWS, form.main_d),
+        box(call.k, form.main_d),
+        box(call.v, form.main_dv),
+        queries(out, ROWS, form.main_dv // halves),
+    )
+    last = (
+        queries(call.q, ROWS, form.tail_d) if form.tail_d else None,
+        box(call.k, form.tail_d),
+        box(call.v, form.tail_dv),
+        queries(out, ROWS, form.tail_dv) if form.tail_dv else None,
+    )
+    return *first, *last

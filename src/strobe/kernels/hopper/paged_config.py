@@ -1,4 +1,6 @@
-"""What the Hopper decode can run of packed queries over a cache. Imports no kernel language."""
+"""What the Hopper kernels can run of packed queries over a cache: sequences of few tokens by the decode, others by the
+forward. Imports no kernel language.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,12 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from ...problem.mask import NO_BOUND
 from ...problem.paged import PagedCall, PagedProblem
-from ...problem.target import Target
-from ..protocol import Forward, Plan
+from ...problem.target import KIB, Target
+from ..protocol import Buffer, Forward, Plan
 from .decode_config import DecodeConfig, DecodeTraits, HopperDecode
-
-MOST_TOKENS = 16  # of a sequence: those for which the decode is as fast as memory
+from .prefill_config import MOST_TOKENS, against_prefill, is_few, of_few, prefill_traits
+from .traits import ForwardTraits
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,24 @@ class PagedTraits(DecodeTraits):
     ragged: bool = True  # type: ignore[misc]  # a ClassVar in DecodeTraits
 
 
+@dataclass(frozen=True)
+class MixedConfig:
+    """The forward for sequences of more than MOST_TOKENS new tokens, and the decode for the others. Without a decode,
+    the forward runs all.
+    """
+
+    form: ForwardTraits
+    decode: DecodeConfig | None
+
+    def __str__(self) -> str:
+        t = self.form.tuning
+        heads = f" of {t.pack_gqa} heads" if t.pack_gqa > 1 else ""
+        tiles = f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages}"
+        boxes = f", {self.form.box_rows} keys a copy, shared {self.form.shared_bytes() / KIB:.0f} KiB"
+        few = f"; up to {MOST_TOKENS} tokens: {self.decode}" if self.decode else ""
+        return tiles + boxes + few
+
+
 class HopperPaged(HopperDecode):
     name = "hopper.paged"
 
@@ -29,24 +48,33 @@ class HopperPaged(HopperDecode):
         reason = super().why_not(problem, target)
         if reason is not None:
             return reason
-        if not 0 < problem.max_seqlen_q <= MOST_TOKENS:
-            promised = "nothing is" if problem.max_seqlen_q == NO_BOUND else f"{problem.max_seqlen_q} are"
-            return f"made for sequences of 1 to {MOST_TOKENS} new tokens; by max_seqlen_q {promised} promised"
         if problem.batch_invariant:
             return "with batch_invariant one kernel computes every mix of sequences: portable.paged"
         if True in problem.token_scales:
             return "runs no scales of keys and heads"
-        return None
+        if is_few(problem):
+            return None
+        longest = f"sequences of more than {MOST_TOKENS} new tokens, which max_seqlen_q does not rule out: "
+        reason = against_prefill(problem, target)
+        return reason and longest + reason
 
-    def config(self, problem: PagedProblem, target: Target) -> DecodeConfig:  # type: ignore[override]
+    def config(self, problem: PagedProblem, target: Target) -> DecodeConfig | MixedConfig:  # type: ignore[override]
+        if not is_few(problem):
+            decode = None if problem.layout.batch == 1 else self.config(of_few(problem), target)
+            return MixedConfig(prefill_traits(problem, target), decode)  # type: ignore[arg-type]
         config = super().config(problem, target)
         traits = PagedTraits(**{f.name: getattr(config.traits, f.name) for f in fields(config.traits)})
         return DecodeConfig(traits, config.n_splits, config.split_size)
 
-    def run(self, plan: Plan, call: PagedCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
-        from .launch_paged import run_paged
+    def workspace(self, problem: PagedProblem, config: DecodeConfig | MixedConfig) -> tuple[Buffer, ...]:  # type: ignore[override]
+        decode = config.decode if isinstance(config, MixedConfig) else config
+        return () if decode is None else super().workspace(of_few(problem), decode)
 
-        run_paged(plan, call, tensors, workspace)
+    def run(self, plan: Plan, call: PagedCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
+        from .launch_paged import run_few, run_mixed
+
+        run = run_mixed if isinstance(plan.config, MixedConfig) else run_few
+        run(plan, call, tensors, workspace)
 
 
 PAGED = HopperPaged()

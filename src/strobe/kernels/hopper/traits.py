@@ -8,12 +8,14 @@ from typing import Any
 from ...problem.mask import MaskStructure
 from ..runtime.compile_cache import Constants
 from ..runtime.hook_constants import HookConstants, ListedBlocks, function_key
-from ..runtime.tile_constants import ForwardTileConstants, TileConstants
+from ..runtime.tile_constants import CacheConstants, ForwardTileConstants, TileConstants
 from ..runtime.tma_requirements import rest, rows_per_query
 from .decode_config import MOST_SHARED
 
 ROWS, THREADS = 64, 128  # rows and threads of one consumer
 WORK_TILE_BYTES = 64  # the backward's record of a work tile
+# of a consumer and of the producer, by the number of consumers; then the same for keys in a cache
+REGISTERS = ({2: (240, 24), 3: (160, 32), 4: (112, 32)}, {2: (224, 56), 3: (152, 56)})
 PER_THREAD_MBARRIERS = (
     1024  # bytes of per-thread mbarriers, which are not in the kernel's own allocation (device.per_thread_mbarrier)
 )
@@ -77,6 +79,7 @@ class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
     mask_mod: Any = None
     block_lists: ListedBlocks | None = None
     functions: tuple[str | None, ...] = field(default=(), init=False)
+    cache: CacheConstants | None = None  # packed queries see the keys of a cache
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "functions", tuple(function_key(fn) for fn in (self.score_mod, self.mask_mod)))
@@ -93,6 +96,12 @@ class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
     @property
     def ping_pong(self) -> bool:
         return self.tuning.ping_pong
+
+    @property
+    def partition_registers(self) -> list[int]:
+        """Registers per thread of the consumers but the first, and of the producer, which needs more for pages."""
+        consumer, producer = REGISTERS[self.cached][self.consumers]
+        return [consumer] * (self.consumers - 1) + [producer]
 
     @property
     def q_parts_in_registers(self) -> int:
@@ -188,12 +197,13 @@ class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
 
     def shared_bytes(self) -> int:
         """q (and o) of all consumers and k and v of all stages in 2 bytes each, barriers, work tiles' records, redo
-        flags.
+        flags, words of lost pages.
         """
         t = self.tuning
         o = self.q_slots * ROWS * (self.main_dv // (1 + t.half_staged) + self.tail_dv)
         tiles = 2 * (self.q_slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
-        return tiles + 8 * (2 * t.consumers + (4 + self.mask.documents) * t.stages + 4) + 128 + 2048 * self.can_redo
+        barriers = 8 * (2 * t.consumers + (4 + self.mask.documents) * t.stages + 4)
+        return tiles + barriers + 128 + 2048 * self.can_redo + 16 * t.stages * self.has_pages
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ class HookConstants:
     block_lists: ListedBlocks | None = None
     dropout: bool = False
     max_scores: bool = False
+    has_pages: bool = False
     packed: bool
     mask: MaskStructure
     block_n: Any
@@ -53,19 +54,21 @@ class HookConstants:
     @property
     def numbers_sequences(self) -> bool:
         """Whether consumers know which packed sequence a tile is of."""
-        return self.packed and self.hides_beyond_mask
+        return self.packed and (self.has_mods or self.has_block_lists)
 
     @property
     def hides_beyond_mask(self) -> bool:
         """Whether a row whose interval of keys is not empty may see no key."""
-        return self.has_mods or self.has_block_lists
+        return self.has_mods or self.has_block_lists or self.has_pages
 
     @property
     def no_sum_means_no_key(self) -> bool:
         """Optimistic softmax: whether a row with the sum 0 sees no key, because the steps that look for row maxima
-        would have met it. A score_mod may hide keys in any step, and so may key lengths in a listed block.
+        would have met it. A score_mod may hide keys in any step, and so may lost pages, and key lengths in a listed
+        block.
         """
-        return self.hides_beyond_mask and self.score_mod is None and not self.mask.key_lengths
+        anywhere = self.score_mod is not None or self.has_pages or self.mask.key_lengths
+        return self.hides_beyond_mask and not anywhere
 
 
 def function_key(function: Any) -> str | None:

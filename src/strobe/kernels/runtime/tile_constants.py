@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...problem.mask import MaskStructure
 from .tma_requirements import has_spans, rest
@@ -47,11 +47,42 @@ class TileConstants:
         return rest(self.block_dv)
 
 
+class CacheConstants(NamedTuple):
+    """What is constant of a cache (device.cached_keys)."""
+
+    page_size: int  # 0: a dense cache
+    k_start: bool = False
+
+
 class ForwardTileConstants(TileConstants):
     """Of forwards: what follows from the tile configuration `tuning`."""
 
     tuning: Any
     counted: bool
+    cache: CacheConstants | None = None  # packed queries see the keys of a cache
+
+    @property
+    def cached(self) -> bool:
+        return self.cache is not None
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether keys lie in pages, of which any may have an id that is not in the pool."""
+        return self.cache is not None and self.cache.page_size > 0
+
+    @property
+    def page_size(self) -> int:
+        return 0 if self.cache is None else self.cache.page_size
+
+    @property
+    def k_start(self) -> bool:
+        """Whether sequences of a dense cache do not begin with its row 0."""
+        return self.cache is not None and self.cache.k_start
+
+    @property
+    def box_rows(self) -> int:
+        """Keys that one TMA copy moves."""
+        return min(self.page_size or self.block_n, self.block_n)
 
     @property
     def stages(self) -> int:

@@ -1,0 +1,157 @@
+"""Keys and values in a cache, as the producer of a forward loads them: pages of a pool, or rows of a dense cache.
+
+A tile of block_n keys consists of boxes: one for each page in it, or one if a page holds the whole tile. TMA copies a
+box of `box_rows` rows and zeroes those behind the sequence's last key. With a left bound it also zeroes those before
+the first key that a query of the sequence sees; only in a box with both, these are copied. So free pages do not reach a
+product.
+
+The keys of a page whose id is not in the pool are hidden. Their box is zero, the producer reports it, and a word for
+each stage tells the consumers which boxes they are.
+
+Descriptors wrap as those of packed sequences (`device.tma`). Their rows are those of the whole pool.
+"""
+
+from ..runtime.error_flags import PAGES as _PAGES
+from .dialect import Value, gl, gluon, mbarrier, partition_barrier, record, reinterpret, tma_load
+from .split_kv import sequence_keys
+from .tile_scheduler import read_words, word
+from .tma import FAR, ColumnParts, as_block
+
+PAGES: gl.constexpr = gl.constexpr(_PAGES)
+
+
+@record
+class CachedKeys:
+    """The keys of one head of one sequence."""
+
+    page_ids: Value  # pointer to those of the sequence; None in a dense cache
+    sequence: gl.tensor
+    k_start: gl.tensor  # dense caches: the row of key 0
+    first: gl.tensor  # the first key that a query of the sequence sees
+    stop: gl.tensor  # one past the last key
+    head: gl.tensor
+    params: gl.tuple  # CacheParams
+
+    @gluon.jit
+    def of_tile(work, tensors, launch, errors, traits: gl.constexpr):
+        """The keys of a work tile. tensors: CacheTensors."""
+        seqlen, window, params = work.seqlen, launch.window, launch.cache
+        sequence = seqlen.offset_k
+        first = sequence * 0
+        if traits.mask.left:
+            first = gl.maximum(seqlen.seqlen_k - seqlen.seqlen_q - window.left, 0)
+        page_ids, k_start = None, sequence * 0
+        if traits.has_pages:
+            page_ids = tensors.page_table + sequence.to(gl.int64) * params.max_pages
+        else:
+            capacity = launch.shape.seqlen_k
+            k_start, _ = sequence_keys(tensors.seqlens, tensors.k_start, sequence, capacity, errors, traits)
+        return CachedKeys(page_ids, sequence, k_start, first, seqlen.seqlen_k, work.head // traits.group, params)
+
+    @gluon.jit
+    def box_rows(self, n_start, step, traits: gl.constexpr):
+        """(first row of each box of the tile that begins at key n_start, one a lane; bits of the boxes whose page id is
+        not in the pool). step: rows from one page, or one sequence, to the next.
+        """
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        n = n_start + lane * traits.box_rows
+        if traits.has_pages:
+            BOXES: gl.constexpr = traits.block_n // traits.box_rows
+            is_read = (lane < BOXES) & (n < self.stop)
+            if traits.mask.left:
+                is_read = is_read & (n + traits.box_rows > self.first)
+            page = gl.load(self.page_ids + n // traits.page_size, mask=is_read, other=0)
+            in_pool = (page >= 0) & (page < self.params.num_pages)
+            lost = gl.sum(gl.where(is_read & ~in_pool, 1 << lane, 0), 0)
+            return gl.where(in_pool, page, 0) * step + n % traits.page_size, lost
+        else:
+            return self.sequence * step + self.k_start + n, gl.to_tensor(0)
+
+    @gluon.jit
+    def load(self, pipe, state, desc, n_start, rows, lost, traits: gl.constexpr):
+        """Copy the tile whose boxes `box_rows` found. desc: ColumnParts of descriptors of one box and few columns."""
+        barrier, tile = pipe.full.index(state.index), pipe.tiles.index(state.index)
+        BYTES: gl.constexpr = traits.block_n * tile.main.shape[-1] * 2
+        if tile.tail is None:
+            mbarrier.expect(barrier, BYTES)
+        else:
+            mbarrier.expect(barrier, BYTES + traits.block_n * tile.tail.shape[-1] * 2)
+        self.load_part(desc.main, tile.main, barrier, 0, n_start, rows, lost, traits)
+        if tile.tail is not None:
+            self.load_part(desc.tail, tile.tail, barrier, tile.main.shape[-1], n_start, rows, lost, traits)
+
+    @gluon.jit
+    def load_part(self, desc, tile, barrier, column: gl.constexpr, n_start, rows, lost, traits: gl.constexpr):
+        """A tile wider than its swizzle lies in shared memory block by block of columns, and rows of a block one after
+        the other.
+        """
+        COLUMNS: gl.constexpr = desc.block_shape[-1]
+        BLOCKS: gl.constexpr = tile.shape[-1] // COLUMNS
+        BOXES: gl.constexpr = traits.block_n // traits.box_rows
+        ROWS: gl.constexpr = traits.box_rows
+        layout: gl.constexpr = gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)
+        boxes = reinterpret(tile, tile.dtype, [BLOCKS * BOXES, ROWS, COLUMNS], layout)
+        lane = gl.arange(0, 32, rows.type.layout)
+        for i in range(BOXES):
+            row = gl.sum(gl.where(lane == i, rows, 0), 0)
+            n = n_start + i * ROWS
+            length = gl.minimum(gl.maximum(self.stop - n, 0), ROWS)
+            skipped = self.first - n
+            if traits.has_pages:
+                length = gl.where((lost >> i) & 1 != 0, 0, length)
+                if traits.mask.left:
+                    length = gl.where(skipped >= ROWS, 0, length)
+            wrap, begin = length * 0 + FAR, FAR - length  # the rows end where the tensor does
+            stop = row + length
+            if traits.mask.left:
+                cuts_begin = (skipped > 0) & (length == ROWS)  # or begin where it does
+                wrap, begin = gl.where(cuts_begin, 0, wrap), gl.where(cuts_begin, -skipped, begin)
+                stop = gl.where(cuts_begin, row + skipped, stop)
+            for block in gl.static_range(BLOCKS):
+                place = [wrap, stop, self.head, begin, column + block * COLUMNS]
+                tma_load(desc, place, barrier, as_block(boxes.index(block * BOXES + i), desc))
+
+
+@gluon.jit
+def allocate_cached_tiles(count: gl.constexpr, desc, block_n: gl.constexpr, main: gl.constexpr, tail: gl.constexpr):
+    """Shared memory for `count` tiles of block_n rows, of which descriptors copy boxes. main, tail: columns."""
+    if desc.tail is None:
+        return ColumnParts(_tiles(count, desc.main, block_n, main), None)
+    else:
+        return ColumnParts(_tiles(count, desc.main, block_n, main), _tiles(count, desc.tail, block_n, tail))
+
+
+@gluon.jit
+def _tiles(count: gl.constexpr, desc, rows: gl.constexpr, columns: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], desc.dtype)
+    return gl.allocate_shared_memory(desc.dtype, [count, rows, columns], layout)
+
+
+@gluon.jit
+def allocate_lost_boxes(stages: gl.constexpr):
+    """Words in which the producer tells consumers the lost boxes of each stage of K."""
+    return gl.allocate_shared_memory(gl.int32, [stages, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def tell_lost_boxes(words, state, lost, errors):
+    """Before K's tile of the stage is copied. Reports boxes that are lost."""
+    gl.atomic_or(errors, PAGES, mask=lost != 0, sem="relaxed")
+    words.index(state.index).store(gl.full([4], 0, gl.int32, gl.BlockedLayout([4], [32], [1], [0])) + lost)
+    partition_barrier()  # all lanes have stored before one arrives
+
+
+@gluon.jit
+def lost_boxes(words, state):
+    """Which boxes of K's stage are lost, as bits. Read it before the stage is released."""
+    return word(read_words(words, state.index), 0)
+
+
+@gluon.jit
+def hide_lost_boxes(s, lost, traits: gl.constexpr):
+    """S [rows, block_n] with -inf for keys of lost boxes."""
+    if lost != 0:
+        # a multiple of 8, which depends on the register alone
+        column = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)) & -8
+        s = gl.where((((lost >> (column // traits.box_rows)) & 1) == 0)[None, :], s, float("-inf"))
+    return s

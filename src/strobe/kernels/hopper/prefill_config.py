@@ -1,0 +1,136 @@
+"""What the Hopper forward can run of packed queries over a cache, and with which tiles. Imports no kernel language."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...problem.call import DTYPES, Packed
+from ...problem.mask import NO_BOUND, MaskStructure
+from ...problem.paged import PagedProblem
+from ...problem.problem import ALIGNMENT, Problem
+from ...problem.target import Target
+from ..protocol import keys_a_row
+from ..runtime.tile_constants import CacheConstants
+from ..runtime.tma_requirements import MOST_ROWS, entries_apart
+from .forward_config import EARLY, EARLY_KEYS, forward_traits
+from .traits import ForwardTraits, Tuning
+
+MOST_TOKENS = 16  # of a sequence that the decode runs: it is then as fast as memory
+LEAST_PAGE = 8  # rows after which the swizzle of shared memory repeats
+# Over long sequences, fewer tiles (for each SM) leave SMs without work that could share the keys.
+LEAST_TILES, LONG_CAPACITY = 0.25, 4096
+
+# (padded head dimensions) -> tiles that leave the producer 56 registers without spills. Its copies are many, so tiles
+# of 64 keys with more queries come first: they need fewer copies for the same products.
+TUNINGS = {
+    (64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, under=False, ping_pong=True),
+    (96, 96): Tuning(block_n=64, stages=4, consumers=3, under=False, ping_pong=True),
+    (128, 128): Tuning(block_n=64, stages=4, consumers=3, half_staged=True, under=False, ping_pong=True),
+    (192, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1, half_staged=True, ping_pong=True),
+    (192, 192): Tuning(block_n=64, stages=3, consumers=2, q_in_registers=1, half_staged=True, ping_pong=True),
+    (256, 128): Tuning(block_n=64, stages=2, consumers=2, ping_pong=True),
+    (256, 256): Tuning(block_n=64, stages=2, consumers=2, half_staged=True, ping_pong=True),
+}
+CAPPED = {(128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1)}  # tanh takes registers
+
+
+def as_packed(problem: PagedProblem) -> Problem:
+    """The same queries over packed keys, as many as all sequences may have."""
+    layout = problem.layout
+    return Problem(
+        layout=Packed(layout.batch, problem.total_q, layout.batch * problem.capacity, None, None),
+        heads_q=problem.heads_q,
+        heads_kv=problem.heads_kv,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        dtype=problem.dtype,
+        out_dtype=problem.out_dtype,
+        scale=problem.scale,
+        softcap=problem.softcap,
+        mask=MaskStructure(problem.left != NO_BOUND, problem.right != NO_BOUND),
+        left=problem.left,
+        right=problem.right,
+        sinks=problem.sinks,
+        strides=problem.strides,
+        alignment=problem.alignment,
+        alignment_kv=problem.alignment,
+        needs_grad=False,
+        deterministic=False,
+        batch_invariant=False,
+        kernel=problem.kernel,
+    )
+
+
+def prefill_traits(problem: PagedProblem, target: Target) -> ForwardTraits:
+    like = as_packed(problem)
+    widths = next(w for w in TUNINGS if w[0] >= problem.head_dim and w[1] >= problem.head_dim_v)
+    tuning = CAPPED.get(widths, TUNINGS[widths]) if problem.softcap else TUNINGS[widths]
+    cache = CacheConstants(problem.page_size if problem.paged else 0, problem.k_start)
+    early = widths in EARLY and keys_a_row(like) >= EARLY_KEYS
+    return replace(forward_traits(like, target, tuning, widths, early), cache=cache)
+
+
+def is_few(problem: PagedProblem) -> bool:
+    """Whether no sequence has more than MOST_TOKENS new tokens."""
+    return problem.layout.seqlen_q <= MOST_TOKENS
+
+
+def of_few(problem: PagedProblem) -> PagedProblem:
+    """The sequences of a problem that have few tokens."""
+    tokens = min(problem.layout.seqlen_q, MOST_TOKENS)
+    return replace(problem, layout=problem.layout._replace(seqlen_q=tokens))
+
+
+def rows_apart(problem: PagedProblem) -> tuple[int, int]:
+    """Rows of K and of V from one page, or one sequence of a dense cache, to the next; -1 if no whole number."""
+    entries = entries_of(problem)
+    found = [entries_apart(max(entries, 2), strides) for strides in problem.strides[1:]]
+    k_step, v_step = (-1 if entries > 1 and step is None else step or 0 for step in found)
+    return k_step, v_step
+
+
+def entries_of(problem: PagedProblem) -> int:
+    """Pages, or sequences of a dense cache."""
+    return problem.layout.n_pages if problem.paged else problem.layout.batch  # type: ignore[union-attr]
+
+
+def against_prefill(problem: PagedProblem, target: Target) -> str | None:
+    """Why the Hopper forward cannot run the queries, or None. For what the decode can run, sequences of few tokens."""
+    if problem.cache_dtype != problem.dtype or True in problem.scales:
+        return f"caches in q's dtype only; this is in {DTYPES.get(problem.cache_dtype, problem.cache_dtype)}"
+    if problem.out_dtype != problem.dtype:
+        return f"writes out in q's dtype; a partial result of {DTYPES[problem.dtype]} is float32"
+    if problem.scale <= 0:
+        return f"needs a scale above 0; this is {problem.scale:g}"
+    return _against_memory(problem) or _against_tiles(problem, target)
+
+
+def _against_memory(problem: PagedProblem) -> str | None:
+    """Why TMA cannot address q and the cache, or None."""
+    size, heads = problem.dtype.itemsize, (problem.heads_q, problem.heads_kv, problem.heads_kv)
+    if any(stride * size % ALIGNMENT for stride in problem.strides[0][-3:-1]):
+        return f"TMA needs strides of q in multiples of {ALIGNMENT} bytes: copy it, or pad the head dimension"
+    entries, rows = entries_of(problem), problem.page_size
+    sizes = ((problem.total_q,), (entries, rows), (entries, rows))
+    for name, lengths, count, strides in zip("qkv", sizes, heads, problem.strides):
+        if any(length > 1 and stride == 0 for length, stride in zip((*lengths, count), strides[-len(lengths) - 2 :])):
+            return f"TMA needs nonzero strides; {name} is expanded"
+    if 0 in (entries, rows):
+        return "caches with keys only"
+    apart = rows_apart(problem)
+    if -1 in apart:
+        return f"TMA needs a page stride that is a multiple of the row stride; the strides are {problem.strides[1:]}"
+    if max(problem.total_q * problem.heads_kv, entries * max(apart) + rows) > MOST_ROWS:
+        return f"at most {MOST_ROWS} rows of q and of the cache, TMA's limit"
+    return None
+
+
+def _against_tiles(problem: PagedProblem, target: Target) -> str | None:
+    form = prefill_traits(problem, target)
+    page = problem.page_size if problem.paged else 0
+    if page % form.block_n and not (page >= LEAST_PAGE and form.block_n % page == 0):
+        return f"pages of {LEAST_PAGE} keys or more that divide or hold {form.block_n}; these hold {page}"
+    tiles = problem.heads_kv * form.group * max(1, problem.total_q // form.block_m)
+    if tiles < LEAST_TILES * target.sm_count and problem.capacity >= LONG_CAPACITY:
+        return f"{tiles} tiles of {form.block_m} queries for {target.sm_count} SMs; portable.paged splits keys"
+    return None

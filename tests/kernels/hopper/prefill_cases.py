@@ -1,0 +1,41 @@
+"""Packed queries over a cache that the Hopper forward runs: each way to address keys, each width, each kind of mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from strobe.testing.paged import PAGED, PagedCase
+
+
+def _case(name: str, **changes) -> PagedCase:
+    return replace(PAGED[name], **changes)
+
+
+CASES = {
+    "mixed": PAGED["mixed"],
+    "promised": PAGED["mixed_promised"],
+    "prefill": PAGED["prefill"],
+    "more tokens than keys": PAGED["more_tokens_than_keys"],
+    "full": _case("full", news=(17, 9), lengths=(70, 9)),
+    "window": PAGED["window"],
+    "window of both sides": _case("window_both", page_size=8),
+    "window softcap sinks": PAGED["window_softcap_sinks"],
+    "window, pages of 256": _case("window", page_size=256, lengths=(600, 500), news=(18, 90)),
+    "sinks without bound": _case("sinks_without_bound", news=(90, 1, 2)),
+    "pages of 32": _case("mixed", page_size=32, heads=(8, 1)),
+    "pages of 64, heads first": PAGED["pages_of_64_heads_first"],
+    "pages of 128": _case("mixed", page_size=128, head_dim=64, head_dim_v=64),
+    "pages of 256": _case("mixed", page_size=256),
+    "pages lost": PAGED["pages_lost"],
+    "pages lost first": _case("pages_lost", lengths=(200, 70, 20), lost=(*((0, n, -1) for n in range(8)), (1, 0, -1))),
+    "all pages lost": _case("pages_lost", lengths=(20, 33), news=(18, 33), lost=((0, 0, -1), (0, 1, 9999))),
+    "group of 3": PAGED["group_3"],
+    "one sequence": _case("prefill", lengths=(130,), news=(60,)),
+    "rows": PAGED["rows"],
+    "rows left padded, window": PAGED["rows_left_padded_window"],
+    "rows with gaps": _case("rows_gaps", news=(40, 2), storage="gaps"),
+    "d96": _case("mixed", head_dim=96),
+    "d128": _case("mixed", head_dim=128, lengths=(300, 70), news=(100, 1)),
+    "d192/128": _case("prefill", head_dim=192, head_dim_v=128),
+    "d256": _case("prefill", head_dim=256, lengths=(70,), news=(40,)),
+}
