@@ -436,11 +436,6 @@ def test_what_the_simulator_does_not_know_it_names(kernel, words):
         kernel[(1,)](torch.zeros(8, dtype=torch.int32 if kernel is unknown_operation else torch.float16))
 
 
-def test_a_cluster_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="num_ctas=2"), simulate("sm_90"):
-        constants_fold[(1,)](torch.zeros(8), num_ctas=2)
-
-
 def test_tensors_must_be_on_the_cpu():
     with pytest.raises(TypeError, match="out: got a tensor on meta, expected one on the CPU"), simulate("sm_90"):
         constants_fold[(1,)](torch.zeros(8, device="meta"))

@@ -16,6 +16,7 @@ from .contraction import Contraction
 from .layouts import Layouts
 from .machine import Machine
 from .report import place_text
+from .scaled import unpacked
 from .storages import adopt
 from .values import (
     COMPUTED,
@@ -183,6 +184,10 @@ class Arithmetic(Contraction):
 
     def get_gluon_layout_from_tensor(self, a: Value) -> object:
         return self.layouts.of_tensor(np.shape(a._data), a.layout)
+
+    def create_fp4_to_fp(self, a: Value, ty: Type, axis: int) -> Value:
+        data = unpacked(unsigned(np.asarray(a.data)), axis).astype(COMPUTED[ty.elem])
+        return Value(data, ty.elem, self._inferred("fp4_to_fp", a, self.layouts.elem(ty.elem), axis))
 
     def create_gather(self, a: Value, index: Value, axis: int) -> Value:
         return Value(np.take_along_axis(a.data, np.asarray(index.data, np.int64), axis), a.elem, index.layout)

@@ -10,6 +10,7 @@ import numpy as np
 from .arithmetic import Arithmetic
 from .block_pointers import BlockPointers
 from .clusters import Clusters
+from .launch_control import LaunchControl
 from .layouts import Layouts
 from .machine import Machine
 from .pointers import Pointers
@@ -26,10 +27,11 @@ ONLY_ON = {
     "create_warpgroup_mma": (90,),
     "create_tmem_": (100, 103),
     "create_tcgen05_": (100, 103),
+    "create_clc_": (100, 103),
 }
 
 
-class Builder(Arithmetic, Pointers, BlockPointers, SharedMemory, Clusters, TensorCores, ScaledProducts):
+class Builder(Arithmetic, Pointers, BlockPointers, SharedMemory, Clusters, TensorCores, ScaledProducts, LaunchControl):
     def __init__(self, machine: Machine, options: object, layouts: Layouts, capability: int):
         self.machine, self.options, self.layouts, self.capability = machine, options, layouts, capability
         self.codegen_fns = {"min_dot_size": lambda a, b: (1, 1, 1)}

@@ -67,6 +67,28 @@ def float8_bits(x: np.ndarray, name: str) -> np.ndarray:
     return codes | np.where(np.signbit(x), np.uint8(128), np.uint8(0))
 
 
+# the magnitudes of e2m1 (OCP Microscaling Formats, table 5), by the lower three bits; the fourth is the sign
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1 = np.concatenate([_E2M1, -_E2M1])
+
+
+def e2m1_bits(x: np.ndarray) -> np.ndarray:
+    """float32 as 4 bits, to nearest even. What is too large becomes 6, and so does NaN (cvt.rn.satfinite).
+
+    >>> e2m1_bits(np.float32([0.25, 0.26, 2.5, -100.0, np.nan]))
+    array([ 0,  1,  4, 15,  7], dtype=uint8)
+    """
+    size = np.minimum(np.abs(np.where(np.isnan(x), np.float32(6), x)), np.float32(6))
+    exponent = np.maximum(np.frexp(size)[1] - 1, 0) - 1
+    code = np.searchsorted(_E2M1, np.ldexp(np.rint(np.ldexp(size, -exponent)), exponent)).astype(np.uint8)
+    return code | np.where(np.signbit(x) & ~np.isnan(x), np.uint8(8), np.uint8(0))
+
+
+def e2m1_pair(bits: np.ndarray) -> list[np.ndarray]:
+    """The two numbers in each byte, the lower half first."""
+    return [E2M1[bits & 15], E2M1[bits >> 4 & 15]]
+
+
 def bfloat16_rounded(x: np.ndarray) -> np.ndarray:
     """float32, none of it NaN, rounded to bfloat16."""
     bits = np.array(x, np.float32, order="C").view(np.uint32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from .report import Report, Reports, SimulationFault, Stop
 from .semantics import Gluon, Triton, quiet
 from .storages import adopt, register
 from .timeline import Event, save
-from .translate import translated
+from .translate import file_line, translated
 from .values import STORED, Descriptor, Value, wraps
 
 KIB = 1024
@@ -188,9 +189,11 @@ class _Launch:
         parsed: Any = CUDABackend(GPUTarget("cuda", self.capability, 32)).parse_options(
             options | _CHECKED | {"sanitize_overflow": self.machine.checks.overflow}
         )
-        if parsed.num_ctas != 1:
+        if parsed.num_ctas != 1 and self.fn.is_gluon():
+            file, line = file_line(self.fn)
             raise NotImplementedError(
-                f"num_ctas={parsed.num_ctas}: the simulator does not distribute a tensor over the programs of a cluster"
+                f"num_ctas={parsed.num_ctas}: the simulator does not share out the layouts of a Gluon kernel among the "
+                f"CTAs of a cluster, at {os.path.basename(file)}:{line} {self.fn.__name__}"
             )
         named = {name: value for name, value in keywords.items() if name in self.fn.arg_names}
         bound = self.fn.signature.bind(*arguments, **named)
@@ -218,6 +221,12 @@ class _Launch:
             return value if isinstance(value, constexpr) else constexpr(value)
         if isinstance(value, (GluonDescriptor, TensorDescriptor)):
             return self._descriptor(name, value)
+        if type(value).__name__ == "TensorDescriptorIm2Col":  # Triton 3.8 and later
+            file, line = file_line(self.fn)
+            raise NotImplementedError(
+                f"{name}: the simulator does not know im2col descriptors, at {os.path.basename(file)}:{line} "
+                f"{self.fn.__name__}"
+            )
         if hasattr(value, "data_ptr"):
             return self._pointer(name, value)
         if isinstance(value, np.ndarray):

@@ -70,6 +70,7 @@ class Machine:
         self.entered: dict[int, Any] = {}  # jit functions that ran, by id
         self.lines: set[tuple[str, int]] | None = None  # (file, line) of each call of kernel code, if wanted
         self.progress = 0  # counts changes that a spinning partition might see
+        self._waiting: Iterator[tuple[int, tuple[int, int, int]]] = iter(())  # programs that have not started
         self._priorities: dict[str, float] = {}
         self._sequence: dict[str, int] = {}
         self._locations: dict[tuple[int, int], Clock] = {}  # clocks that atomics released, by global address
@@ -487,7 +488,7 @@ class Machine:
         """Run `body` once per program of the grid, with `sms` programs in flight, or one cluster if that is more."""
         self.hub = greenlet.getcurrent()
         self._locations.clear()
-        programs = self._programs(grid)
+        programs = self._waiting = self._programs(grid)
         self.ctas = []
         try:
             while True:
@@ -507,6 +508,11 @@ class Machine:
             self.hub, self.current = None, _NOBODY
             for storage in self.storages:
                 storage.forget()
+
+    def take_program(self) -> tuple[int, int, int] | None:
+        """The position of the next program, which then does not start; None if all have started."""
+        taken = next(self._waiting, None)
+        return None if taken is None else taken[1]
 
     def _programs(self, grid: tuple[int, int, int]) -> Iterator[tuple[int, tuple[int, int, int]]]:
         for index in range(grid[0] * grid[1] * grid[2]):

@@ -20,7 +20,7 @@ from functools import cache, reduce
 
 import numpy as np
 
-from . import ptx_cluster, ptx_lanes
+from . import ptx_cluster, ptx_e2m1, ptx_lanes
 from .ptx_arithmetic import BFLOAT16, KINDS, PRED, RULES, SIGNED, UNSIGNED, conversion, fit, join, split
 
 __all__ = ["BFLOAT16", "run"]
@@ -367,7 +367,9 @@ def parse(text, constraints):
         )
     for number, slot in enumerate(block.outputs):
         if slot not in block.written:
-            raise ValueError(f"inline PTX: output ${number} is never written")
+            if block.written:
+                raise ValueError(f"inline PTX: output ${number} is never written")
+            block.template[slot] = np.zeros(1, UNSIGNED[block.widths[slot]])  # a dummy, as gdc_wait has
     return Program(*(tuple(x) for x in (block.steps, block.template, block.widths, block.inputs, block.outputs)))
 
 
@@ -494,6 +496,8 @@ def _move(block, code):
 
 
 def _convert(block, code):
+    if "e2m1x2" in code.parts:
+        return Step(*ptx_e2m1.build(block, code))
     kinds = [KINDS[part] for part in code.parts if part in KINDS]
     if len(kinds) != 2 or {"p", "b"} & {kind.family for kind in kinds}:
         raise NotImplementedError("needs two types, of numbers")

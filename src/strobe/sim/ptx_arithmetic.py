@@ -387,6 +387,8 @@ def extreme(name, kind, mods):
     if kind.family != "f":
         return lambda *values: reduce(getattr(np, f"{name}imum"), values)
     choose = getattr(np, f"{name}imum" if "NaN" in mods else f"f{name}")
+    if "xorsign" in mods:
+        return floating(kind, mods, lambda a, b: _with_both_signs(choose(np.abs(a), np.abs(b)), a, b))
     zeros = np.bitwise_and if name == "max" else np.bitwise_or
 
     def one(a, b):
@@ -394,6 +396,11 @@ def extreme(name, kind, mods):
         return np.where(a == b, bits.view(a.dtype), choose(a, b))
 
     return floating(kind, mods, lambda *values: reduce(one, values))
+
+
+def _with_both_signs(size, a, b):
+    """A magnitude that is negative where just one of a and b is."""
+    return np.where(np.signbit(a) ^ np.signbit(b), -size, size)
 
 
 COMPARED = {
@@ -636,13 +643,13 @@ RULES = {
     "abs": Rule(f"{SMALLER} f32 f64 s16 s32 s64", "ftz", same(1), plain(np.abs)),
     "min": Rule(
         f"{SMALLER} f32 f64 {WHOLE}",
-        "ftz NaN",
+        "ftz NaN xorsign abs",
         lambda kind, mods, n: ([kind], [kind] * min(max(n - 1, 2), 3)),
         partial(extreme, "min"),
     ),
     "max": Rule(
         f"{SMALLER} f32 f64 {WHOLE}",
-        "ftz NaN",
+        "ftz NaN xorsign abs",
         lambda kind, mods, n: ([kind], [kind] * min(max(n - 1, 2), 3)),
         partial(extreme, "max"),
     ),

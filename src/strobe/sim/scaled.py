@@ -6,12 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from .formats import e2m1_pair
 from .machine import Machine
-from .values import COMPUTED, Value, rounded, unsigned
-
-# the magnitudes of e2m1 (OCP Microscaling Formats, table 5), by the lower three bits; the fourth is the sign
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-E2M1 = np.concatenate([_E2M1, -_E2M1])
+from .values import COMPUTED, Value, from_bits, rounded, unsigned
 
 
 def unpacked(data: np.ndarray, axis: int) -> np.ndarray:
@@ -20,7 +17,7 @@ def unpacked(data: np.ndarray, axis: int) -> np.ndarray:
     >>> unpacked(np.array([[0x21, 0xF7]], np.uint8), 1)
     array([[ 0.5,  1. ,  6. , -6. ]], dtype=float32)
     """
-    halves = E2M1[np.stack([data & 15, data >> 4], axis=axis % data.ndim + 1)]
+    halves = np.stack(e2m1_pair(data), axis=axis % data.ndim + 1)
     shape = list(data.shape)
     shape[axis] *= 2
     return halves.reshape(shape)
@@ -38,6 +35,9 @@ def scales(data: np.ndarray, elem: str) -> np.ndarray:
     return np.where(raw == 255, np.nan, np.ldexp(np.float32(1), raw.astype(np.int32) - 127)).astype(np.float32)
 
 
+_FORMATS = {"E4M3": "fp8e4nv", "E5M2": "fp8e5"}  # Triton's names of the formats -> types; e2m1 is two in a byte
+
+
 class ScaledProducts:
     machine: Machine
 
@@ -52,13 +52,13 @@ class ScaledProducts:
         *rest: Any,
     ) -> Value:
         _, a_k_pack, b_k_pack, acc = rest
-        left = _operand(a, a_scale, -1 if a_k_pack else -2)
-        right = _operand(b, b_scale, -2 if b_k_pack else -1, is_right=True)
+        left = operand(a, a_scale, -1 if a_k_pack else -2)
+        right = operand(b, b_scale, -2 if b_k_pack else -1, is_right=True)
         result = np.matmul(left, right) + acc.data
         return Value(np.asarray(rounded(result, acc.elem)).astype(COMPUTED[acc.elem], copy=False), acc.elem, acc.layout)
 
 
-def _operand(value: Value, scale: Value | None, packed_axis: int, is_right: bool = False) -> np.ndarray:
+def operand(value: Value, scale: Value | None, packed_axis: int, is_right: bool = False) -> np.ndarray:
     """An operand in float32, multiplied by its scales [rows, K / run] ([columns, K / run] of the right operand)."""
     data = np.asarray(value.data)
     wide = unpacked(unsigned(data), packed_axis) if value.elem == "i8" else np.asarray(data, np.float32)
@@ -69,3 +69,11 @@ def _operand(value: Value, scale: Value | None, packed_axis: int, is_right: bool
         factors = np.swapaxes(factors, -1, -2)
     axis = -2 if is_right else -1
     return np.ascontiguousarray(wide * np.repeat(factors, wide.shape[axis] // factors.shape[axis], axis))
+
+
+def in_format(data: np.ndarray, elem: str, form: object) -> Value:
+    """An operand's tile in the format that a block-scaled product of tcgen05 names: bytes may hold any of them."""
+    name = _FORMATS.get(str(form).rpartition(".")[2])
+    if elem == "i8" and name is not None:
+        return Value(from_bits(unsigned(data), name), name)
+    return Value(data, elem)

@@ -224,8 +224,12 @@ class SharedMemory:
     # ---- TMA
 
     def create_async_tma_copy_global_to_local(
-        self, desc: Descriptor, coord: list[Value], bar: Where, target: Where, pred: Value, *_: object
+        self, desc: Descriptor, coord: list[Value], bar: Where, target: Where, pred: Value, *rest: object
     ) -> None:
+        if any(isinstance(argument, (list, tuple)) and argument for argument in rest):  # Triton 3.8 and later
+            raise NotImplementedError(
+                f"the simulator does not know im2col descriptors, at {place_text(self.machine.place())}"
+            )
         if not bool(pred.data):
             return
         target, barrier = self.window(target), self._barrier(bar)
@@ -237,7 +241,7 @@ class SharedMemory:
         )
 
     def create_async_tma_gather(
-        self, desc: Descriptor, rows: Value, column: Value, bar: Where, target: Where, pred: Value
+        self, desc: Descriptor, rows: Value, column: Value, bar: Where, target: Where, pred: Value, *_: object
     ) -> None:
         if not isinstance(desc.view, np.ndarray):
             raise NotImplementedError(f"TMA gather from {desc.memory.name} by a descriptor that wraps")
@@ -293,7 +297,7 @@ class SharedMemory:
         add = lambda where, bits: reduce_into(desc, where, from_bits(bits, desc.elem), kind)
         self._start_store(desc, coord, source, f"TMA reduce-{kind.name.lower()}", add, kind)
 
-    def create_async_tma_scatter(self, desc: Descriptor, rows: Value, column: Value, source: Where) -> None:
+    def create_async_tma_scatter(self, desc: Descriptor, rows: Value, column: Value, source: Where, *_: object) -> None:
         source = self.window(source)
         for i, row in enumerate(np.asarray(rows.data).tolist()):
             part = Window(source.memory, source.view[i : i + 1], source.elem, source.type)
@@ -340,10 +344,15 @@ class SharedMemory:
 
         machine.launch(reads, Operation(reads.agent, what, place, read, ready))
 
-    def create_async_tma_store_wait(self, pending: int, *_: object) -> None:
-        """cp.async.bulk.wait_group.read: the sources may be overwritten, while the writes may still be in flight."""
+    def create_async_tma_store_wait(self, pending: int, read_only: object = True, *_: object) -> None:
+        """cp.async.bulk.wait_group.read: the sources may be overwritten, while the writes may still be in flight.
+
+        Triton 3.9 can wait for the writes, too (read_only=False).
+        """
         p = self.machine.current
         self.machine.drain(p.stores, pending, "store_wait")
+        if read_only is False:
+            self.machine.drain(p.store_writes, pending, "store_wait")
 
     def bulk_commit(self) -> None:
         """cp.async.bulk.commit_group in inline PTX. Gluon's stores commit themselves, so this group is empty."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,9 @@ from .agents import Barrier, Operation, Partition, Stream
 from .arithmetic import SM_GHZ
 from .machine import Machine
 from .memory import Actor, merge
-from .report import Place
+from .report import Place, place_text
+from .scaled import in_format
+from .scaled import operand as scaled_operand
 from .shared import Where
 from .values import COMPUTED, Pending, Type, Value, Window, from_bits, matrix, rounded, to_bits
 
@@ -28,6 +30,15 @@ def product(a: np.ndarray, b: np.ndarray, elem: str, precise: bool = False) -> n
         a, b = ((x.view(np.int32) & -0x2000).view(np.float32) for x in (a, b))
     result = np.matmul(a, b)
     return result.astype(np.int64) if exact else result
+
+
+class Scales(NamedTuple):
+    """The scales of a block-scaled product, in tensor memory, and the formats of its operands."""
+
+    a: Where
+    b: Where
+    a_form: object
+    b_form: object
 
 
 class TensorCores:
@@ -136,7 +147,9 @@ class TensorCores:
         if bool(pred.data):
             self._write(window, value)
 
-    def create_tmem_load(self, ty: Type, window: Where) -> Value:
+    def create_tmem_load(self, ty: Type, window: Where, *reduction: object) -> Value:
+        if reduction:
+            raise NotImplementedError(self._unknown("tmem_load with a reduction"))
         return self._read(ty, window)
 
     def create_tmem_subslice(self, ty: Type, window: Window, start: int) -> Window:
@@ -145,21 +158,51 @@ class TensorCores:
     def create_tcgen05_mma(self, a: Any, b: Where, d: Where, use_acc: Value, pred: Value, bars: list[Where],
                            bar_preds: list[Value], two_ctas: bool = False, *_: object) -> None:  # fmt: skip
         if two_ctas:
-            raise NotImplementedError("tcgen05_mma over two CTAs is not supported by the simulator")
+            raise NotImplementedError(self._unknown("tcgen05_mma over two CTAs"))
         if bool(pred.data):
             self._tcgen05(a, b, self.window(d), bool(use_acc.data))
         for bar, wanted in zip(bars, bar_preds, strict=True):
             if bool(wanted.data):
                 self.create_tcgen05_commit(bar)
 
-    def _tcgen05(self, a: Any, b: Any, d: Window, accumulate: bool) -> None:
+    def create_tcgen05_mma_scaled(self, a: Any, b: Where, d: Where, a_scale: Where, b_scale: Where, *rest: Any) -> None:
+        a_form, b_form, use_acc, pred, bars, bar_preds, *later = rest
+        if later[:1] == [True]:
+            raise NotImplementedError(self._unknown("tcgen05_mma_scaled over two CTAs"))
+        if bool(pred.data):
+            self._tcgen05(a, b, self.window(d), bool(use_acc.data), Scales(a_scale, b_scale, a_form, b_form))
+        for bar, wanted in zip(bars, bar_preds, strict=True):
+            if bool(wanted.data):
+                self.create_tcgen05_commit(bar)
+
+    def _unknown(self, what: str) -> str:
+        return f"the simulator does not know {what}, at {place_text(self.machine.place())}"
+
+    def _scaled(self, operand: Any, scale: Where, form: object, is_right: bool, *reader: Any) -> Callable[[], Any]:
+        """The operand of a block-scaled product, as float32 and multiplied by its scales, when the product lands."""
+        fetch, factors = self._operand(operand, *reader), self._operand(scale, *reader)
+        elem, scale_elem = operand.elem, self.window(scale).elem
+        packed_axis = -2 if is_right else -1
+
+        def read() -> Any:
+            value = in_format(np.asarray(fetch()), elem, form)
+            return scaled_operand(value, Value(np.asarray(factors()), scale_elem), packed_axis, is_right)
+
+        return read
+
+    def _tcgen05(self, a: Any, b: Any, d: Window, accumulate: bool, scales: Scales | None = None) -> None:
         machine, p = self.machine, self.machine.current
         stream = p.tcgen05
         stream.issued += 1
         agent, number = stream.agent, stream.issued
         vector_clock = {**p.vector_clock, agent: number - 1}  # products of one issuer execute in order
         place = machine.place()
-        left, right = (self._operand(x, agent, number, vector_clock, "tcgen05 read", place) for x in (a, b))
+        reader = agent, number, vector_clock, "tcgen05 read", place
+        if scales is None:
+            left, right = (self._operand(x, *reader) for x in (a, b))
+        else:
+            left = self._scaled(a, scales.a, scales.a_form, False, *reader)
+            right = self._scaled(b, scales.b, scales.b_form, True, *reader)
         what = f"tcgen05.mma into {d.label}"
         mask = d.memory.mask_of(d.view)
         vector_clock = {**vector_clock, agent: number}
@@ -167,17 +210,19 @@ class TensorCores:
             machine.access(d.memory, mask, False, Actor(agent, number, vector_clock, "tensor", what, place))
         machine.access(d.memory, mask, True, Actor(agent, number, vector_clock, "tensor", what, place))
         p.tick()
-        elem = a.elem
+        elem = a.elem if scales is None else "fp32"
 
         def land() -> None:
-            result = product(left(), right(), elem)
+            result = product(left(), right(), elem, precise=scales is not None)
             d.view[...] = to_bits(result + from_bits(d.view, d.elem) if accumulate else result, d.elem)
             merge(stream.vector_clock, vector_clock)
 
         self._issue(stream, "tcgen05", (*d.view.shape[-2:], self.window(a).view.shape[-1]), elem, land, place)
 
-    def create_tcgen05_commit(self, bar: Where, *_: object) -> None:
+    def create_tcgen05_commit(self, bar: Where, pred: object = None, *_: object) -> None:
         """tcgen05.commit: arrives on the barrier once all earlier tcgen05 work of this partition is complete."""
+        if isinstance(pred, Value) and not bool(pred.data):
+            return
         machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
         stream, place = p.tcgen05, machine.place()
         ready = max([p.time_ns, *(operation.ready_ns for operation in stream.queue)])

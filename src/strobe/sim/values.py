@@ -34,7 +34,7 @@ COMPUTED: dict[str, Any] = dict(
 )
 STORED: dict[str, Any] = dict(COMPUTED, bf16=np.uint16, fp8e4nv=np.uint8, fp8e5=np.uint8, i1=np.uint8)
 BYTES = {elem: np.dtype(stored).itemsize for elem, stored in STORED.items()}
-_FAR = 2**34  # in bytes; no tensor here has a larger row stride
+_FAR = 2**33  # in bytes; no tensor here has a larger row stride, and a wrapping one of bytes is just below 2**34
 UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
 
 
