@@ -7,7 +7,9 @@ from .ptx_arithmetic import KINDS, fit, join
 
 
 def build(block, code):
-    """(function, targets, sources) of a conversion between two numbers of 4 bits in a byte, the second operand in the lower half, and two f32 or an f16x2."""
+    """(function, targets, sources) of a conversion between a byte and two f32 or an f16x2. The last operand is the low
+    half of the byte.
+    """
     if code.parts[-1] == "e2m1x2":
         code.mods("rn", "f16x2", "e2m1x2", "relu")
         target, source = code.need(2)
