@@ -47,7 +47,7 @@ def _run(qkv, mask, **options):
 
 
 @pytest.mark.parametrize("kind", ["bool", "added", "hides", "learned"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 def test_masks_are_served(shape, kind, device):
     """float64 of torch's own math is the judge: strobe is as near to it as torch is in the inputs' precision."""
     qkv, mask = _qkv(CASES["grouped"], DTYPES[device], device), _mask(shape, kind, device)

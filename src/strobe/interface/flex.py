@@ -59,7 +59,9 @@ def flex_attention(
     greatest = None
     if wants_lse or wants_max:
         call = call_of(q, k, v, options=(scale, None, None))._replace(partial=True)
-        found, lse, greatest = ops_mods.run(ops_mods.bind(call, score_mod, mask, max_scores=wants_max))
+        call = ops_mods.bind(call, score_mod, mask, max_scores=wants_max)
+        found, lse, *rest = ops_mods.run_bound(call)
+        greatest = rest[0] if rest else None
         out = found.to(query.dtype).transpose(1, 2)
     else:
         out, lse = attention(q, k, v, mask=mask, score_mod=score_mod, scale=scale).transpose(1, 2), None

@@ -29,6 +29,10 @@ class BoundMask(NamedTuple):
     tensors: tuple[Tensor, ...] = ()
     numbers: tuple[float, ...] = ()
 
+    @property
+    def text(self) -> str:
+        return self.program.text
+
 
 class BlockLists(NamedTuple):
     """Which blocks of keys each block of queries visits, in FlexAttention's form. Full blocks need no mask."""

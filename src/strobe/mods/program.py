@@ -83,7 +83,17 @@ class Program(NamedTuple):
 
     @property
     def text(self) -> str:
-        return _text(self)
+        """The program as text, which `parse` reads. A program that was asked before answers without being hashed, which
+        takes 10 us.
+        """
+        if torch.compiler.is_compiling():
+            return _text(self)
+        known = _TEXTS.get(id(self))
+        if known is None or known[0] is not self:
+            if len(_TEXTS) >= MOST_TEXTS:
+                _TEXTS.clear()
+            known = _TEXTS[id(self)] = self, _text(self)
+        return known[1]
 
     @staticmethod
     def parse(text: str) -> Program:
@@ -106,6 +116,9 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 # ---------------------------------------------------------------- text
+
+MOST_TEXTS = 1024
+_TEXTS: dict[int, tuple[Program, str]] = {}  # by id of a program, which the entry keeps alive
 
 
 @lru_cache(maxsize=1024)

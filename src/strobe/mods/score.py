@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import NamedTuple
 
 import torch
@@ -13,6 +15,8 @@ from .cache import TRACES
 from .captures import arity
 from .program import FLOAT, INT, Builder, Captured, Program, Scatter, kind_of
 from .trace import SCORE_INPUTS
+
+_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 class BoundScore(NamedTuple):
@@ -87,6 +91,11 @@ def as_score_mod(given: object) -> ScoreMod:
 
 
 def _checked(function: object, name: str, count: int) -> Callable:
+    """The function if it takes `count` arguments."""
+    if type(function) is FunctionType and function.__defaults__ is None:  # inspect.signature takes 15 us
+        code = function.__code__
+        if code.co_argcount == count and not code.co_kwonlyargcount and not code.co_flags & _VARIADIC:
+            return function
     words = "(score, b, h, q_idx, kv_idx) -> score" if count == 5 else "(b, h, q_idx, kv_idx) -> bool"
     if not callable(function) or isinstance(function, (Tensor, type)):
         raise wrong_type(name, function, f"a function {words}", "pass a Python function of torch operations")

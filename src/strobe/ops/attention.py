@@ -143,11 +143,11 @@ def _backward(
     call = received(flat)
     choice = decide(call)
     check_results((dout, out, lse, dlse), [like[::2] for like in choice.problem.outputs], call.q)
-    given = _given_gradients(call, choice, (dout, out, lse, dlse))
+    given = given_gradients(call, choice, (dout, out, lse, dlse))
     return given.dq, given.dk, given.dv, sinks_gradient(call, lse, given.delta)
 
 
-def _given_gradients(
+def given_gradients(
     call: Call, choice: Choice[Problem], tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
 ) -> Backward:
     """dq, dk, dv and delta for tensors = (dout, out, lse, dlse). Replays a cached launch if the plan has one for these
@@ -277,7 +277,7 @@ def _gradients(
     dout = torch.zeros_like(out) if dout is None else dout
     choice = CACHE.direct_choice(call, decide, dout, out, lse) if dlse is None and call.plain else None
     if choice is not None:
-        given = _given_gradients(call, choice, (dout, out, lse, None))
+        given = given_gradients(call, choice, (dout, out, lse, None))
         return given.dq, given.dk, given.dv, *(None,) * (count - 3)
     flops.meet_counters()
     run = _TwiceRefused.apply if torch.is_grad_enabled() else BACKWARD

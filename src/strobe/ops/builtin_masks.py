@@ -7,10 +7,13 @@ and kept while the captured tensors stay the same.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import KernelFault
 from ..kernels.device.mask_blocks import FEWEST_ELEMENTS
@@ -21,9 +24,11 @@ from ..mods.recognize import Alike, Lengths, Limit, Recognized, Window, recogniz
 from ..problem.call import NO_BOUND, Call
 from ..problem.mask import Documents, Mask
 from ..problem.mods import Mods
-from ..problem.torch_private import FakeTensor
 
 KEPT = DerivedTensors(1 << 28)
+MOST_CALLS = 256
+# key of a call -> (storages of what its mask captures, what `_taken` found, with weak references to tensors)
+_calls: dict[tuple, tuple[list[StorageWeakRef], str, list[Any]]] = {}
 
 
 def simplified(call: Call) -> Call:
@@ -33,13 +38,60 @@ def simplified(call: Call) -> Call:
 
 def with_builtin_mask(call: Call) -> Call:
     """The call with what its mask function has of built-in masks in the call's own fields; the same call if there is
-    nothing. A call without other functions has no `mods` then.
+    nothing. A call without other functions has no `mods` then. What was found for a mask is kept while the tensors that
+    it captures stay the same.
     """
     mods = call.mods
     if mods is None or not mods.texts.mask or not _is_plain((call.q, *mods.mask_tensors)):
         return call
     if call.q.dim() != (3 if call.packed else 4) or call.k.dim() != call.q.dim():
         return call  # which `check` refuses
+    key = _key_of(call)
+    known = None if key is None else _calls.get(key)
+    if known is not None and not any([storage.expired() for storage in known[0]]):
+        fields = [one() if type(one) is weakref.ref else one for one in known[2]]
+        if not any([one is None and type(kept) is weakref.ref for one, kept in zip(fields, known[2])]):
+            return _replaced(call, mods, known[1], fields)
+    found = _taken(call, mods)
+    left_over = mods.texts.mask if found is call else "" if found.mods is None else found.mods.texts.mask
+    fields = [getattr(found, name) for name in _MASK_FIELDS]
+    if key is not None:
+        if len(_calls) >= MOST_CALLS:
+            _calls.clear()
+        storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in mods.mask_tensors]
+        _calls[key] = storages, left_over, [weakref.ref(one) if isinstance(one, Tensor) else one for one in fields]
+    return found
+
+
+_MASK_FIELDS = ("left", "right", "prefix", "key_lengths", "ids_q", "ids_k", "spans_q", "spans_k")
+_AT = [Call._fields.index(name) for name in _MASK_FIELDS]
+
+
+def _key_of(call: Call) -> tuple | None:
+    """What the built-in part of a call's mask function follows from; None where it is found anew."""
+    mods = call.mods
+    if mods is None or call.packed or call.prefix is not None or call.key_lengths is not None or call.ids_q is not None:
+        return None
+    identity = identity_of(mods.mask_tensors, call.q.device)
+    if identity is None:
+        return None
+    sizes = call.q.shape[:2], call.k.shape[1], call.left, call.right, call.q.device
+    return mods.texts.mask, mods.mask_numbers, identity, sizes, _may_have_ranges(call)
+
+
+def _replaced(call: Call, mods: Mods, left_over: str, fields: Sequence[Any]) -> Call:
+    if left_over == mods.texts.mask:
+        return call
+    values = list(call)
+    for at, value in zip(_AT, fields):
+        values[at] = value
+    captured = (mods.mask_tensors, mods.mask_numbers) if left_over else ((), ())
+    texts = mods.texts._replace(mask=left_over)
+    values[-1] = _needed(mods._replace(texts=texts, mask_tensors=captured[0], mask_numbers=captured[1]))
+    return Call._make(values)
+
+
+def _taken(call: Call, mods: Mods) -> Call:
     if call.packed:  # positions count from each sequence's start, and the diagonal of equal lengths is 0
         if call.cu_seqlens_q is not call.cu_seqlens_k:
             return call
@@ -67,7 +119,7 @@ def with_simpler_score(call: Call) -> Call:
     Without |.| strobe.alibi costs two instructions less for each score.
     """
     mods = call.mods
-    if mods is None or not mods.texts.score or not _is_plain((call.q,)) or call.q.dim() != call.k.dim():
+    if mods is None or " abs " not in mods.texts.score or not _is_plain((call.q,)) or call.q.dim() != call.k.dim():
         return call
     if call.packed:
         lengths = Lengths(call.q.shape[0], call.k.shape[0], 0)
@@ -81,7 +133,7 @@ def with_simpler_score(call: Call) -> Call:
 
 
 def _is_plain(tensors: Sequence[Tensor]) -> bool:
-    return not any(isinstance(t, FakeTensor) or type(t) not in (Tensor, torch.nn.Parameter) for t in tensors)
+    return all([type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors])
 
 
 def _needed(mods: Mods) -> Mods | None:

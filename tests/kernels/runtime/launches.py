@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
+from strobe.kernels.device.persistent_launch import LaunchTensors
 from strobe.kernels.hopper import launch_forward
 from strobe.kernels.protocol import NUMBERS
 from strobe.kernels.runtime import launcher
@@ -76,8 +77,10 @@ class Stage:
             plan = ops.decide(call).forward
         out, lse = torch.empty_like(call.q), torch.empty(2, 100)
         word, counter = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
-        pointers = (lse, call.sinks, call.cu_seqlens_q, call.cu_seqlens_k, word, counter)
-        return (*call[:3], out, *pointers), launch_forward.forward_launch(plan, call, out, pointers)
+        offsets = call.cu_seqlens_q, call.cu_seqlens_k
+        rest = LaunchTensors(lse, call.sinks, offsets, word, counter)
+        tensors = (*call[:3], out, lse, call.sinks, *offsets, word, counter)
+        return tensors, launch_forward.forward_launch(plan, call, out, rest)
 
     def by_triton(self, described: launch_forward.Launch) -> tuple:
         """What Triton's launcher hands to the C function."""

@@ -101,7 +101,7 @@ def test_a_backward_is_launched_again_as_one(stage, heads, launches, monkeypatch
             if len(made) == 6:  # a profiler looks on
                 monkeypatch.setattr(knobs.runtime.launch_exit_hook, "calls", [print])
             places.given = 0
-            made.append(ops._given_gradients(call, ops.decide(call), (dout, *given[1:], None)))
+            made.append(ops.given_gradients(call, ops.decide(call), (dout, *given[1:], None)))
             times.append((len(started), len(stage.launches)))
     # at once torch's memory, then places that come again: noted there, launched there; so where dout lies otherwise
     assert times == [(launches * a, launches * b) for a, b in ((1, 0), (2, 0), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3))]
@@ -123,12 +123,12 @@ def test_gradients_are_launched_again_before_anything_else_is_looked_at(stage, m
     for user in (ops, memory, replay):
         monkeypatch.setattr(user, "empty_here", places.fresh)
 
-    def looking(*arguments, real=ops._given_gradients):
+    def looking(*arguments, real=ops.given_gradients):
         looked.append(1)
         places.given = 0  # what did not come again has been let go
         return real(*arguments)
 
-    monkeypatch.setattr(ops, "_given_gradients", looking)
+    monkeypatch.setattr(ops, "given_gradients", looking)
     q, k, v = (torch.randn(1, 100, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     dout = torch.empty_like(q)
     lying = dout.as_strided(q.shape, (12800, 64, 6400, 1))  # otherwise, at the same address

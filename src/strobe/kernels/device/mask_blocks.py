@@ -11,19 +11,23 @@ storage, the view and the version of each tensor that it captures. So a tensor t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import KernelFault
 from ...mods.derived import DerivedTensors, identity_of
 from ...mods.program import Program
+from ...problem import torch_private
 from ...problem.call import NO_BOUND, Call
 from ...problem.problem import Dense, Problem
 from ..runtime.compile_cache import hash_callees_first
 from ..runtime.hook_constants import function_key
+from ..runtime.launch_cache import Replay
 from ..runtime.mod_function import mod_aux, mod_functions
 from ..runtime.tma_requirements import has_spans
 
@@ -122,6 +126,29 @@ def _key(problem: Problem, call: Call) -> tuple | None:
     if mods is None or identity is None:
         return None
     return mods.texts.mask, *identity, mods.mask_numbers, problem.layout, problem.heads_q, call.left, call.right
+
+
+def while_kept(launch: Replay | None, call: Call, lists: Sequence[Tensor | None]) -> Replay | None:
+    """A recorded launch that reads lists, for as long as they are those of its mask: while they are kept, and the
+    storages of the mask's tensors are the same ones. (Their versions are among the addresses of a launch.) Lists belong
+    to a stream, and a graph has its own.
+    """
+    if launch is None or call.mods is None or (call.q.is_cuda and torch_private.cuda_is_capturing()):
+        return None
+    kept = [weakref.ref(one) for one in lists if one is not None]
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in call.mods.mask_tensors]
+    device = call.q.get_device()
+    stream = torch_private.cuda_current_raw_stream(device) if call.q.is_cuda else 0
+
+    def replay() -> bool:
+        if any([one() is None for one in kept]) or any([storage.expired() for storage in storages]):
+            return False
+        if device >= 0:
+            if torch_private.cuda_is_capturing() or torch_private.cuda_current_raw_stream(device) != stream:
+                return False
+        return launch()
+
+    return replay
 
 
 def _kinds(problem: Problem, call: Call) -> Tensor:

@@ -13,7 +13,7 @@ from ...problem.problem import Problem
 from ..protocol import Forward, Plan, keys_a_row
 from ..runtime import error_flags, launcher
 from ..runtime.compile_cache import hash_callees_first
-from ..runtime.launch_cache import CACHE, forward_addresses
+from ..runtime.launch_cache import CACHE, Replay, forward_addresses
 from ..runtime.tma_requirements import has_spans, query_tiles
 from ..runtime.workspace import zeros_on
 from .tma import addressable
@@ -70,13 +70,18 @@ class LaunchTensors(NamedTuple):
 Describe = Callable[[Plan, Call, Tensor, LaunchTensors], Launch]  # a plan, a call, its out and the rest
 
 
+Keep = Callable[[Replay | None], Replay | None]
+
+
 def run(
-    plan: Plan, call: Call, tensors: Forward, described: Describe, pack_gqa: bool = False, read: tuple = ()
-) -> None:
+    plan: Plan, call: Call, tensors: Forward, described: Describe, pack_gqa: bool = False, read: tuple = (),
+    keep: Keep | None = None,
+) -> None:  # fmt: skip
     """Launch what `described` returns, or a cached launch with the same key.
 
-    pack_gqa: out is stored by `pack_gqa_descriptor`. read: what the launch reads besides the call: tensors, and
-    numbers, which are part of the launch's key.
+    pack_gqa: out is stored by `pack_gqa_descriptor`. read: what the launch reads for the call's functions: tensors, and
+    numbers, which are part of the launch's key. keep: makes the replay of a launch that also reads what the addresses
+    of the call do not say.
     """
     form: Any = plan.config.form
     out = addressable(tensors.out, pack_gqa)
@@ -94,10 +99,9 @@ def run(
     launch = launcher.start(plan, key, addressed, lambda: described(plan, call, out, rest))
     if out is not tensors.out:
         tensors.out.copy_(out)
-    elif launch is not None and out.is_contiguous() and not read:  # addresses of the call do not say what else is read
-        CACHE.insert_launch(
-            plan, forward_addresses(call, *tensors), launch.on_this_stream() if form.counted else launch
-        )
+    elif launch is not None and out.is_contiguous():
+        launch = launch.on_this_stream() if form.counted else launch
+        CACHE.insert_launch(plan, forward_addresses(call, *tensors), launch if keep is None else keep(launch))
 
 
 def work_of(plan: Plan, call: Call) -> tuple:

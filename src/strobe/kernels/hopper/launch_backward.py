@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import KernelFault
 from ...problem.call import Call
 from ...problem.problem import ALIGNMENT, Problem
+from ..device import mask_blocks
 from ..device.dialect import TensorDescriptor, gl
 from ..device.persistent_launch import LOG2_E, MOST_TILES, Launch, even_section, softmax_parameters
 from ..device.tma import addressable, descriptor
@@ -271,8 +272,11 @@ def run_backward(
         elif held is not gradient:
             gradient.copy_(held)
             copied = True
-    if hooks is None and not copied and all(gradient.is_contiguous() for gradient in (t.dq, t.dk, t.dv)):
-        CACHE.insert_launch(plan, backward_addresses(call, t, pieces_of(workspace)), launcher.in_sequence(launched))
+    if not copied and all(gradient.is_contiguous() for gradient in (t.dq, t.dk, t.dv)):
+        replay = launcher.in_sequence(launched)
+        if lists is not None:
+            replay = mask_blocks.while_kept(replay, call, (lists.q_num_blocks, lists.full_q_num_blocks))
+        CACHE.insert_launch(plan, backward_addresses(call, t, pieces_of(workspace)), replay)
 
 
 class Views(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import KernelFault
 from ...problem.call import Call
 from ...problem.problem import Problem
-from ..device import persistent_launch
+from ..device import mask_blocks, persistent_launch
 from ..device.dialect import TensorDescriptor
 from ..device.forward_arguments import (
     BlockListParams,
@@ -43,7 +43,10 @@ def run_forward(plan: Plan, call: Call, tensors: Forward, hooks: ForwardHooks | 
         call, tensors = end_to_end(call, tensors)
     describe = forward_launch if hooks is None else partial(forward_launch, hooks=hooks)
     read = () if hooks is None else (*hooks.score_aux, *hooks.mask_aux, *(hooks.block_lists or ()))
-    persistent_launch.run(plan, call, tensors, describe, form.tuning.pack_gqa > 1, read)
+    keep = None
+    if hooks is not None and hooks.block_lists is not None:
+        keep = partial(mask_blocks.while_kept, call=call, lists=hooks.block_lists)
+    persistent_launch.run(plan, call, tensors, describe, form.tuning.pack_gqa > 1, read, keep)
     if form.key_ranges and tensors.out.data_ptr() != out.data_ptr():
         out.copy_(tensors.out.view(out.shape))
 

@@ -218,12 +218,16 @@ def backward_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tu
 
 
 def _of_mods(call: Call) -> tuple:
-    """Addresses of captured tensors and values of captured numbers."""
-    if call.mods is None:
+    """Addresses of captured tensors, values of captured numbers, and versions of what a mask captures, from which lists
+    of blocks follow.
+    """
+    mods = call.mods
+    if mods is None:
         return ()
-    numbers = *call.mods.score_numbers, *call.mods.mask_numbers, call.mods.dropout_p
-    written = [0 if tensor is None else tensor.data_ptr() for tensor in (*call.mods.gradients, call.mods.max_scores)]
-    return *[tensor.data_ptr() for tensor in call.mods.read], *written, *numbers
+    numbers = *mods.score_numbers, *mods.mask_numbers, mods.dropout_p
+    versions = [0 if tensor.is_inference() else tensor._version for tensor in mods.mask_tensors]
+    written = [0 if tensor is None else tensor.data_ptr() for tensor in (*mods.gradients, mods.max_scores)]
+    return *[tensor.data_ptr() for tensor in mods.read], *written, *versions, *numbers
 
 
 def backward_addresses_of(held: Iterable[Tensor | None], delta: int, dout: Tensor, out: Tensor) -> tuple:
