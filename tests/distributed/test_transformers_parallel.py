@@ -22,7 +22,7 @@ SEQLEN, STEPS = 26, 3
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 11 + [2] * 6], dtype=torch.int32)
 
 
-def _model(kind: str):
+def model(kind: str):
     import transformers
 
     strobe.integrations.transformers.register()
@@ -48,9 +48,9 @@ def _model(kind: str):
     return made._from_config(config, **ways).double().train()
 
 
-def _losses(kind: str, plan: Plan | None) -> list[float]:
-    model = _model(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+def losses(kind: str, plan: Plan | None) -> list[float]:
+    made = model(kind)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.3)
     documents = DOCUMENTS if kind == "mistral" else DOCUMENTS * 0
     positions = torch.cat([torch.arange(count) for count in documents.unique(return_counts=True)[1].tolist()])
     shard = (lambda x: x) if plan is None else plan.shard
@@ -66,15 +66,15 @@ def _losses(kind: str, plan: Plan | None) -> list[float]:
         }
         optimizer.zero_grad()
         if plan is None:
-            loss = model(**inputs, use_cache=False).loss
+            loss = made(**inputs, use_cache=False).loss
             loss.backward()
         else:
             with strobe.integrations.transformers.context_parallel(plan):
-                loss = model(**inputs, use_cache=False).loss
+                loss = made(**inputs, use_cache=False).loss
                 loss.backward()
         loss = loss.detach()
         if plan is not None:
-            for tensor in (loss, *(weight.grad for weight in model.parameters() if weight.grad is not None)):
+            for tensor in (loss, *(weight.grad for weight in made.parameters() if weight.grad is not None)):
                 dist.all_reduce(tensor)
         optimizer.step()
         found.append(float(loss))
@@ -88,7 +88,7 @@ def _process(rank: int, folder: str) -> None:
         for scheme in ("keys", "heads"):
             parallel = strobe.distributed.context_parallel(scheme=scheme)
             plan = parallel.plan(strobe.causal() & mask, seqlen=SEQLEN, heads_q=4, heads_kv=2, head_dim=8)
-            found[kind, scheme] = _losses(kind, plan)
+            found[kind, scheme] = losses(kind, plan)
     if rank == 0:
         torch.save(found, Path(folder) / "found.pt")
 
@@ -102,7 +102,7 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "mistral"])
 def test_a_model_trains_as_in_one_process(kind, found):
-    alone = _losses(kind, None)
+    alone = losses(kind, None)
     assert alone[-1] != pytest.approx(alone[0], rel=1e-3)
     for scheme in ("keys", "heads"):
         torch.testing.assert_close(found[kind, scheme], alone, rtol=1e-6, atol=0)
@@ -116,10 +116,10 @@ def plan():
 
 
 def test_what_local_rows_cannot_tell_is_refused(plan):
-    model, ids = _model("gpt_oss"), torch.ones(1, 4, dtype=torch.long)
+    made, ids = model("gpt_oss"), torch.ones(1, 4, dtype=torch.long)
     with strobe.integrations.transformers.context_parallel(plan):
-        model(ids, attention_mask=torch.ones(1, 4, dtype=torch.long), use_cache=False)
+        made(ids, attention_mask=torch.ones(1, 4, dtype=torch.long), use_cache=False)
         with pytest.raises(strobe.UnsupportedProblem, match="attention_mask"):
-            model(ids, attention_mask=torch.tensor([[1, 1, 1, 0]]), use_cache=False)
+            made(ids, attention_mask=torch.tensor([[1, 1, 1, 0]]), use_cache=False)
     with pytest.raises(TypeError, match="plan"), strobe.integrations.transformers.context_parallel("keys"):
         pass
