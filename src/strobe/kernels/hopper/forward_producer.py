@@ -151,8 +151,9 @@ class Producer:
     @gluon.jit
     def load_k(self, state, rows, n_block):
         traits: gl.constexpr = self.traits
-        pipe, n_start = self.pipes.k, n_block * traits.block_n
+        pipe, block_n = self.pipes.k, traits.block_n
         if traits.cached:
+            n_start = n_block * block_n
             box_rows, lost = rows.box_rows(n_start, self.launch.cache.k_step, traits)
             pipe.producer_acquire(state)
             if traits.has_pages:
@@ -160,7 +161,7 @@ class Producer:
             rows.load(pipe, state, self.maps.k, n_start, box_rows, lost, traits)
         else:
             pipe.producer_acquire(state)
-            pipe.producer_load(state, self.maps.k, rows, n_start, traits)
+            pipe.producer_load(state, self.maps.k, rows, n_block * block_n, traits)
         return state.advance()
 
     @gluon.jit
@@ -169,21 +170,22 @@ class Producer:
         pipeline.
         """
         traits: gl.constexpr = self.traits
-        pipes, n_start = self.pipes, n_block * traits.block_n
+        pipes, pipe, desc, block_n = self.pipes, self.pipes.v, self.maps.v, traits.block_n
         if traits.cached:
+            n_start = n_block * block_n
             box_rows, lost = rows.box_rows(n_start, self.launch.cache.v_step, traits)
-            pipes.v.producer_acquire(state)
-            rows.load(pipes.v, state, self.maps.v, n_start, box_rows, lost, traits)
+            pipe.producer_acquire(state)
+            rows.load(pipe, state, desc, n_start, box_rows, lost, traits)
         else:
-            pipes.v.producer_acquire(state)
+            pipe.producer_acquire(state)
             if traits.mask.documents:
                 if zero_foreign:
-                    pipes.v.producer_load_on(pipes.v_landed, state, self.maps.v, rows, n_start, traits)
+                    pipe.producer_load_on(pipes.v_landed, state, desc, rows, n_block * block_n, traits)
                 else:
                     mbarrier.arrive(pipes.v_landed.index(state.index))
-                    pipes.v.producer_load(state, self.maps.v, rows, n_start, traits)
+                    pipe.producer_load(state, desc, rows, n_block * block_n, traits)
             else:
-                pipes.v.producer_load(state, self.maps.v, rows, n_start, traits)
+                pipe.producer_load(state, desc, rows, n_block * block_n, traits)
         return state.advance()
 
     @gluon.jit
