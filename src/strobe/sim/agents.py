@@ -11,6 +11,7 @@ import numpy as np
 
 from .memory import Clock, Memory, merge
 from .report import Place
+from .stores import Stores
 
 
 @dataclass(slots=True)
@@ -192,6 +193,7 @@ class Partition:
         self.wgmma, self.tcgen05, self.copies = stream("wgmma"), stream("tcgen05"), stream("cp.async")
         self.stores, self.store_writes = stream("TMA store read"), stream("TMA store write")
         self.allocations = Allocations()
+        self.stored = Stores()
         self.open_copies: list[Callable[[], None]] = []  # cp.async operations not yet committed to a group
         self.poll: tuple | None = None  # last value seen by an atomic or volatile read; detects spin loops
         self.last_read: tuple = ()  # last weak read of global memory

@@ -174,6 +174,7 @@ class Arithmetic(Contraction):
         return Value(np.arange(low, high, dtype=np.int32), "i32", ty.layout)
 
     def create_convert_layout(self, ty: Type, a: Value) -> Value:
+        self.machine.threads_meet()
         return Value(a.data, a.elem, ty.layout)
 
     def create_set_auto_layout(self, layout: object, a: Value) -> Value:

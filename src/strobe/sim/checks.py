@@ -24,6 +24,7 @@ class Checks:
         overflow: integers that wrap around.
         every_config: each configuration of an autotuned kernel runs; otherwise the first does.
         max_iterations: the most iterations of one loop. A loop that runs for more is reported, and the launch ends.
+        threads: a load of what another thread of the program has stored to global memory, without a barrier between.
         hints: `tl.multiple_of` and `tl.max_contiguous` that are false.
     """
 
@@ -34,6 +35,7 @@ class Checks:
     coverage: bool = False
     overflow: bool = False
     hints: bool = False
+    threads: bool = False
     every_config: bool = False
     max_iterations: int = MAX_ITERATIONS
 

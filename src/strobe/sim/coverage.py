@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Written:
         self.read = False
         self.places: tuple[Place, Place] = ((), ())  # of the first store to an element that had been stored to
 
-    def access(self, mask: Granules, write: bool, actor: Actor, earlier: list[Access]) -> None:
+    def access(self, mask: Granules, write: bool, actor: Actor, earlier: Iterable[Access]) -> None:
         if not write:
             self.read = True
             return
@@ -44,7 +44,7 @@ class Coverage:
     def add(self, name: str, memory: Memory, tensor: Given) -> None:
         self._outputs.append((name, memory, tensor))
 
-    def access(self, memory: Memory, mask: Granules, write: bool, actor: Actor, earlier: list[Access]) -> None:
+    def access(self, memory: Memory, mask: Granules, write: bool, actor: Actor, earlier: Iterable[Access]) -> None:
         self._written.setdefault(id(memory), Written()).access(mask, write, actor, earlier)
 
     def report(self) -> None:

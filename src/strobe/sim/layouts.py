@@ -143,6 +143,22 @@ class Layouts:
 
         return self.answer(("registers", shape, id(layout), pack), ask)
 
+    def owners(self, shape: tuple, layout: object) -> np.ndarray | None:
+        """The thread that holds each element of a tensor, flat: the first of them. None if that is not known."""
+
+        def ask() -> np.ndarray:
+            linear = self.builder.to_linear_layout(layout, list(shape))
+            strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+            registers = _places(linear.reg_bases, strides)
+            threads = _places([*linear.lane_bases, *linear.warp_bases], strides)
+            held = threads[:, None] ^ registers
+            owners = np.zeros(math.prod(shape), np.int64)
+            for thread in reversed(range(len(held))):
+                owners[held[thread]] = thread
+            return owners
+
+        return self.answer(("owners", shape, id(layout)), ask)
+
     def trivial(self, elem: str, shape: Sequence[int], source: object, target: object) -> bool:
         def ask() -> bool:
             wanted = self.builder.get_distributed_ty(self.elem(elem), list(shape), target)

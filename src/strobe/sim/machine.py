@@ -116,13 +116,14 @@ class Machine:
                 f"of which was never written, at {place_text(actor.where)}"
             )
             self.report("uninitialised", text, actor.where, (memory.name, actor.where))
-        for access in earlier:
+        for access, shared in earlier.items():
             if kind := self._fault(access, actor):
                 here, there = (f"{who.what} by {_who(who)} at {place_text(who.where)}" for who in (actor, access.actor))
                 text = f"on {memory.name}: {here} {_RELATION[kind, write, access.write]} {there}{_REASON[kind]}"
-                self.report(
-                    kind, text, actor.where, (memory.name, actor.where, access.actor.where, write, access.write)
-                )
+                key = (memory.name, actor.where, access.actor.where, write, access.write)
+                if kind == "race" and write and access.write and actor.repeats and not self.reports.knows(kind, key):
+                    text += "; both write the same values" * actor.repeats(shared)
+                self.report(kind, text, actor.where, key)
 
     def _fault(self, earlier: Access, actor: Actor) -> str:
         """The kind of report for two accesses to one place, at least one of them a write, or "" for none."""
@@ -378,6 +379,10 @@ class Machine:
         return self._sequence[agent]
 
     # ---- global synchronisation
+
+    def threads_meet(self) -> None:
+        """The threads of the running partition pass a barrier: one of the kernel, or one that the compiler inserts."""
+        self.current.stored.clear()
 
     def synchronise(self, memory: Memory, offsets: np.ndarray, order: str, reads: bool, writes: bool) -> None:
         """A non-weak load, store or atomic at global addresses: acquires and releases clocks there.

@@ -10,6 +10,7 @@ depend on the size of the tensor or on how many programs accessed other parts of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -40,6 +41,8 @@ class Actor:
     what: str
     where: Place
     adds: bool = False  # floating-point atomic adds: their order decides the last bits of the sum
+    # of a store: whether these granules already hold what it writes
+    repeats: Callable[[Granules], bool] | None = None
 
     @property
     def atomic(self) -> bool:
@@ -96,23 +99,24 @@ class Memory:
         granules = parts[0] if all(np.array_equal(parts[0], part) for part in parts[1:]) else np.concatenate(parts)
         return _bit_sets(granules, self.page)
 
-    def touch(self, mask: Granules, write: bool, actor: Actor) -> tuple[list[Access], int]:
-        """Record an access. Returns the earlier accesses it conflicts with, and the number of granules that it reads
-        and nobody wrote.
+    def touch(self, mask: Granules, write: bool, actor: Actor) -> tuple[dict[Access, Granules], int]:
+        """Record an access. Returns the earlier accesses that it conflicts with, each with the granules they share, and
+        the number of granules that it reads and nobody wrote.
         """
-        made, conflicts, pages = Access(actor, actor.clock, write), {}, self.pages
+        made, pages = Access(actor, actor.clock, write), self.pages
+        conflicts: dict[Access, Granules] = {}
         for number, bits in mask.items():
             page = pages.get(number)
             if page is None:
                 page = pages[number] = _Page()
-            page.touch(bits, write, made, conflicts)
+            page.touch(number, bits, write, made, conflicts)
         unwritten = 0
         if self.written is not None and mask:
             if write:
                 self.written |= mask[0]
             else:
                 unwritten = (mask[0] & ~self.written).bit_count()
-        return list(conflicts), unwritten
+        return conflicts, unwritten
 
     @property
     def writes(self) -> list[Access]:
@@ -146,16 +150,18 @@ class _Page:
         self.writes: list[tuple[Access, int]] = []
         self.reads: dict[tuple[str, str], list[tuple[Access, int]]] = {}
 
-    def touch(self, bits: int, write: bool, made: Access, conflicts: dict[Access, None]) -> None:
+    def touch(self, number: int, bits: int, write: bool, made: Access, conflicts: dict[Access, Granules]) -> None:
         """Record `made` on the granules `bits`, and add the accesses that it conflicts with to `conflicts`."""
         for access, own in self.writes:
             if own & bits:
-                conflicts[access] = None
+                shared = conflicts.setdefault(access, {})
+                shared[number] = shared.get(number, 0) | own & bits
         actor = made.actor
         if write:
             for access, own in chain.from_iterable(self.reads.values()):
                 if own & bits:
-                    conflicts[access] = None
+                    shared = conflicts.setdefault(access, {})
+                    shared[number] = shared.get(number, 0) | own & bits
             spare = actor if actor.atomic else None
             self.writes = _without(self.writes, bits, spare)
             self.reads = {key: kept for key, reads in self.reads.items() if (kept := _without(reads, bits, spare))}

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--check",
         action="append",
-        choices=("read_fences", "atomic_order", "contraction", "coverage", "overflow", "hints"),
+        choices=("read_fences", "atomic_order", "contraction", "coverage", "overflow", "hints", "threads"),
         help="look for these faults too; repeatable",
     )
     made.add_argument("--cuda", action="store_true", help="serve tensors that the file asks for on cuda from the CPU")

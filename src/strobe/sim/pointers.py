@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from .layouts import Layouts
 from .machine import Machine
-from .memory import Actor, Memory
+from .memory import Actor, Granules, Memory
 from .report import place_text
 from .storages import adopt
+from .threads import check_read_back, clashing, threads_of
 from .values import (
     BYTES,
     COMPUTED,
@@ -64,6 +67,7 @@ class Found:
 
 class Pointers:
     machine: Machine
+    layouts: Layouts
 
     def create_addptr(self, p: Value, offset: Value) -> Value:
         step = BYTES.get(p.elem[1:], 8)
@@ -123,12 +127,23 @@ class Pointers:
     def _nearest(self, address: int) -> Memory:
         return min(self.machine.storages, key=lambda m: min(abs(address - m.base), abs(address - m.end)))
 
-    def _record(self, parts: list[Found], write: bool, what: str, proxy: str = "generic", adds: bool = False) -> None:
+    def _record(
+        self,
+        parts: list[Found],
+        write: bool,
+        what: str,
+        proxy: str = "generic",
+        adds: bool = False,
+        bits: np.ndarray | None = None,
+    ) -> None:
+        """Record an access. `bits` are what a store writes, one for each address."""
         machine, p = self.machine, self.machine.current
         for found in parts:
             offsets, place = found.active, machine.place()
             mask = found.memory.mask_at(offsets, found.size)
-            machine.access(found.memory, mask, write, Actor(p.agent, p.clock, p.vector_clock, proxy, what, place, adds))
+            repeats = None if bits is None else partial(_repeats, found, bits)
+            actor = Actor(p.agent, p.clock, p.vector_clock, proxy, what, place, adds, repeats)
+            machine.access(found.memory, mask, write, actor)
             if adds and machine.checks.atomic_order and len(np.unique(offsets)) < offsets.size:
                 machine.report(
                     "order",
@@ -184,6 +199,10 @@ class Pointers:
         addresses = np.asarray(p.data, np.int64)
         found = self._find(addresses, None if mask is None else mask.data, np.dtype(stored).itemsize, "load")
         self._record(found, False, "volatile load" if volatile else "load", "atomic" if volatile else "generic")
+        if self.machine.checks.threads:
+            for part in found:
+                threads = threads_of(self.layouts, addresses.shape, p.layout) if addresses.ndim else np.array([-1])
+                check_read_back(self.machine, part.memory, part.active, threads[part.live.reshape(-1)], "load")
         fill = to_bits(other.data, elem) if isinstance(other, Value) else 0
         bits = self._fetch(found, addresses.shape, stored, fill)
         if volatile:
@@ -201,8 +220,28 @@ class Pointers:
     def create_masked_store(self, p: Value, value: Value, mask: Value | None, *_: object) -> None:
         elem = p.elem[1:]
         found = self._find(np.asarray(p.data, np.int64), None if mask is None else mask.data, BYTES[elem], "store")
-        self._record(found, True, "store")
-        self._put(found, to_bits(value.data, elem), STORED[elem])
+        bits = np.broadcast_to(to_bits(value.data, elem), np.shape(p.data))
+        self._record(found, True, "store", bits=bits)
+        self._among_threads(found, bits, p.layout)
+        self._put(found, bits, STORED[elem])
+
+    def _among_threads(self, parts: list[Found], bits: np.ndarray, layout: object) -> None:
+        """Elements of one store that meet, and who has stored what."""
+        machine = self.machine
+        for found in parts if bits.ndim else ():
+            offsets = found.active
+            if machine.checks.happens_before and (at := clashing(offsets, bits[found.live])) is not None:
+                place = machine.place()
+                machine.report(
+                    "race",
+                    f"on {found.memory.name}: store by {machine.current.name} of CTA {machine.current.cta.index} at "
+                    f"{place_text(place)} puts different values of one tensor into one place, byte {at}: any may win",
+                    place,
+                    (found.memory.name, "elements", place),
+                )
+        for found in parts if machine.checks.threads else ():
+            threads = threads_of(self.layouts, bits.shape, layout)[found.live.reshape(-1)]
+            machine.current.stored.add(found.memory, found.active, threads, machine.place())
 
     # ---- atomics
 
@@ -234,6 +273,7 @@ class Pointers:
         stored, operand = STORED[elem], np.broadcast_to(np.asarray(operand), addresses.shape)
         expected = np.broadcast_to(to_bits(expected, elem), addresses.shape)
         self._record(parts, True, "atomic", "atomic", sums(op, elem))
+        self.machine.threads_meet()
         apply = _ATOMIC["XCHG" if op == "CAS" else op]
         self.machine.preempt()
         old = self._fetch(parts, addresses.shape, stored, 0)
@@ -416,6 +456,18 @@ class Pointers:
         _, source, target = self._block_access(desc, corner, True, "descriptor reduce", kind)
         reduce_into(desc, source, np.asarray(value.data).reshape(desc.block)[target], kind)
         self.machine.progress += 1
+
+
+def _repeats(found: Found, bits: np.ndarray, granules: Granules) -> bool:
+    """Whether a store's elements in these granules are in memory already."""
+    memory, offsets = found.memory, found.active
+    numbers = offsets // memory.granule
+    chosen = np.array([granules.get(n // memory.page, 0) >> n % memory.page & 1 for n in numbers.tolist()], bool)
+    if np.any(offsets % found.size):
+        return False
+    kind = np.dtype(f"u{found.size}")
+    written = np.ascontiguousarray(bits[found.live]).view(kind)
+    return bool(np.array_equal(found.view(kind)[offsets[chosen] // found.size], written[chosen]))
 
 
 def sums(operation: str, elem: str) -> bool:

@@ -69,6 +69,10 @@ class Reports:
         self._seen: dict[tuple, Report] = {}
         self._limit = limit
 
+    def knows(self, kind: str, key: tuple) -> bool:
+        """Whether there is a report of this kind and key."""
+        return (kind, key) in self._seen
+
     def add(self, kind: str, text: str, where: str, key: tuple = ()) -> None:
         known = self._seen.get((kind, key or (text, where)))
         if known:

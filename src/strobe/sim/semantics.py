@@ -143,6 +143,7 @@ class _Evaluated(TritonSemantic):
         shape = list(inputs[0].type.shape)
         values = [t.handle for t in inputs]
         self.builder.spend_math(values[0])
+        self.builder.machine.threads_meet()
         known = _STANDARD.get(_combining_name(region_builder_fn)) if _wide(inputs) else None
         if known:
             data = [np.asarray(known(values[0].data, axis=axis)).astype(values[0].data.dtype, copy=False)]
@@ -174,6 +175,7 @@ class _Evaluated(TritonSemantic):
     def associative_scan(
         self, inputs: Sequence[Tensor], axis: int, region_builder_fn: _Build, reverse: bool
     ) -> tuple[Tensor, ...]:
+        self.builder.machine.threads_meet()
         values = [t.handle for t in inputs]
         rank = len(inputs[0].type.shape)
         data = [np.moveaxis(value.data, axis % rank, 0) for value in values]

@@ -65,6 +65,7 @@ class SharedMemory:
 
     def _write(self, window: Where, value: Value, what: str = "") -> None:
         window = self.window(window)
+        self.machine.threads_meet()
         bits = to_bits(value.data, window.elem)
         self.machine.touch(window.memory, window.view, True, what or f"store to {window.label}")
         window.view[...] = bits
@@ -72,6 +73,7 @@ class SharedMemory:
 
     def _read(self, ty: Type, window: Where) -> Value:
         window = self.window(window)
+        self.machine.threads_meet()
         self.machine.touch(window.memory, window.view, False, f"load of {window.label}")
         data = from_bits(window.view, window.elem)
         self.machine.preempt()
@@ -198,6 +200,7 @@ class SharedMemory:
 
     def create_mbarrier_wait(self, window: Where, parity: Value, pred: Value, *_: object) -> None:
         if bool(pred.data):
+            self.machine.threads_meet()
             self.machine.spend(SYNC_NS)
             self.machine.wait(self._barrier(window), int(parity.data) & 1)
 
@@ -207,7 +210,8 @@ class SharedMemory:
         self.machine.fence(("shared",))
 
     def create_barrier(self, *_: object) -> None:
-        """A barrier of one partition's threads. A partition is a single agent here, so there is nothing to check."""
+        """A barrier of one partition's threads. A partition is a single agent here."""
+        self.machine.threads_meet()
 
     def fence(self, name: str) -> None:
         """A fence in inline PTX."""
@@ -219,6 +223,7 @@ class SharedMemory:
 
     def barrier(self, number: int, threads: int | None, wait: bool) -> None:
         p = self.machine.current
+        self.machine.threads_meet()
         self.machine.named_barrier(number, threads or 32 * p.warps, wait)
 
     # ---- TMA

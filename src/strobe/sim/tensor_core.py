@@ -126,6 +126,7 @@ class TensorCores:
     # ---- mma.sync and tl.dot
 
     def create_dot(self, a: Value, b: Value, c: Value, precision: object, imprecise: int) -> Value:
+        self.machine.threads_meet()
         precise = getattr(precision, "name", "") == "IEEE"
         result = product(a.data, b.data, a.elem, precise) + c.data
         self.machine.spend(self._product_ns((*np.shape(c.data)[-2:], np.shape(a.data)[-1]), a.elem))
