@@ -8,14 +8,14 @@ from typing import NoReturn
 from torch import Tensor
 
 from ..errors import wrong_type
-from ..mods.mask import MaskMod
+from ..mods.mask import checked_mask
 from ..mods.score import ScoreMod
 from ..ops import decode as ops_decode
 from ..ops import mods as ops_mods
 from ..problem.append import AppendCall
 from ..problem.cache import DenseCache, Held, PagedCache, Rotary
 from ..problem.decode import DecodeCall
-from ..problem.foreign_arguments import no_mask, unknown
+from ..problem.foreign_arguments import unknown
 from ..problem.keywords import Window, band, options_of, output_tensor
 from ..problem.mask import Mask, as_int32
 from ..problem.merge import Partial
@@ -61,7 +61,7 @@ def attention_decode(
         raise unknown(attention_decode, others)
     call = _call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel))
     out = out if out is None else output_tensor(out)
-    return ops_mods.attend_decode(call, score_mod, _checked(mask), out)[0]
+    return ops_mods.attend_decode(call, score_mod, checked_mask(mask), out)[0]
 
 
 def partial_attention_decode(
@@ -87,7 +87,7 @@ def partial_attention_decode(
     if others:
         raise unknown(partial_attention_decode, others)
     call = _call(q, cache, _settings(causal, window, scale, softcap, None, batch_invariant, kernel))
-    out, lse = ops_mods.attend_decode(call._replace(partial=True), score_mod, _checked(mask))
+    out, lse = ops_mods.attend_decode(call._replace(partial=True), score_mod, checked_mask(mask))
     return Partial(out, lse)  # type: ignore[arg-type]  # a partial call has an lse
 
 
@@ -109,7 +109,7 @@ def explain_decode(
     if others:
         raise unknown(explain_decode, others)
     call = _call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel))
-    return ops_mods.choice_decode(call, score_mod, _checked(mask))
+    return ops_mods.choice_decode(call, score_mod, checked_mask(mask))
 
 
 def append(
@@ -171,15 +171,6 @@ def _settings(
     left, right = band(causal, window)
     scale, cap, _, batch_invariant, name = options_of(scale, softcap, False, batch_invariant, kernel)
     return sinks, left, right, scale, cap, batch_invariant, name
-
-
-def _checked(mask: Mask | None) -> MaskMod | None:
-    """A mask as a function of positions. `causal` and `window` are arguments of a decode's kernels, other masks not."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Mask):
-        raise no_mask(mask)
-    return MaskMod.of(mask)
 
 
 def _call(q: Tensor, cache: PagedCache | DenseCache, settings: Settings) -> DecodeCall:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NoReturn, overload
 
 from torch import Tensor
 
 from ..errors import wrong_type
-from ..ops import paged as ops_paged
+from ..mods.mask import checked_mask
+from ..mods.score import ScoreMod
+from ..ops import mods_paged
 from ..problem.cache import DenseCache, Held, PagedCache
 from ..problem.foreign_arguments import unknown
 from ..problem.keywords import Window, as_length, band, options_of, output_tensor
-from ..problem.mask import as_int32
+from ..problem.mask import Mask, as_int32
 from ..problem.merge import Partial
 from ..problem.paged import PagedCall
 from ..selection.select import Choice
@@ -20,20 +23,23 @@ from ..selection.select import Choice
 @overload
 def attention_paged(
     q: Tensor, cache: PagedCache | DenseCache, *, cu_seqlens_q: Tensor, max_seqlen_q: int | None = None,
-    causal: bool = True, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    causal: bool = True, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None, scale: float | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, out: Tensor | None = None,
     return_lse: Literal[False] = False, **others: NoReturn,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_paged(
     q: Tensor, cache: PagedCache | DenseCache, *, cu_seqlens_q: Tensor, max_seqlen_q: int | None = None,
-    causal: bool = True, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    causal: bool = True, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None, scale: float | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, out: Tensor | None = None,
     return_lse: bool = False, **others: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_paged(
     q: Tensor, cache: PagedCache | DenseCache, *, cu_seqlens_q: Tensor, max_seqlen_q: int | None = None,
-    causal: bool = True, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    causal: bool = True, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None, scale: float | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, out: Tensor | None = None,
     return_lse: bool = False, **others: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
@@ -59,6 +65,9 @@ def attention_paged(
             this position.
         window: (left, right), the number of keys on each side of this position, both ends included; None or a negative
             number means no bound. Pages entirely before the window of a sequence's first new token are not read.
+        mask, score_mod: as in `attention`. q_idx is a row's position and kv_idx a key's, both counted from the
+            sequence's first key; b is the sequence. Functions of them run on the CPU and portable kernels. A mask of
+            drafted tokens that branch is an example (docs/guides/engines.md).
         scale, softcap, sinks, kernel: as in `attention`.
         batch_invariant: make a row's bits independent of everything else in the batch, of padding and of page layout.
         out: the output tensor, [T, H_q, D_v] in q's dtype. It may be q itself, but must not overlap other inputs.
@@ -75,13 +84,15 @@ def attention_paged(
     if not isinstance(return_lse, bool):
         raise wrong_type("return_lse", return_lse, "a bool", "pass True or False")
     call = _call(q, cache, cu_seqlens_q, max_seqlen_q, (causal, window, scale, softcap, sinks, batch_invariant, kernel))
-    out, lse = ops_paged.run(call, out if out is None else output_tensor(out), not return_lse)
+    out = out if out is None else output_tensor(out)
+    out, lse = mods_paged.attend(call, score_mod, checked_mask(mask), out, not return_lse)
     return out if lse is None or not return_lse else (out, lse)
 
 
 def partial_attention_paged(
     q: Tensor, cache: PagedCache | DenseCache, *, cu_seqlens_q: Tensor, max_seqlen_q: int | None = None,
-    causal: bool = True, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    causal: bool = True, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None, scale: float | None = None, softcap: float | None = None,
     batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Partial:  # fmt: skip
     """Compute `attention_paged` as a part to `merge` with attention over other keys: float32 output and log-sum-exp.
@@ -101,12 +112,14 @@ def partial_attention_paged(
     if others:
         raise unknown(partial_attention_paged, others)
     call = _call(q, cache, cu_seqlens_q, max_seqlen_q, (causal, window, scale, softcap, None, batch_invariant, kernel))
-    return Partial(*ops_paged.run(call._replace(partial=True)))
+    out, lse = mods_paged.attend(call._replace(partial=True), score_mod, checked_mask(mask))
+    return Partial(out, lse)  # type: ignore[arg-type]  # a partial call has an lse
 
 
 def explain_paged(
     q: Tensor, cache: PagedCache | DenseCache, *, cu_seqlens_q: Tensor, max_seqlen_q: int | None = None,
-    causal: bool = True, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    causal: bool = True, window: Window | None = None, mask: Mask | None = None,
+    score_mod: ScoreMod | Callable | None = None, scale: float | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None, **others: NoReturn,
 ) -> Choice:  # fmt: skip
     """Return what `attention_paged` would run for these arguments, without running it. See `explain`.
@@ -120,7 +133,7 @@ def explain_paged(
     if others:
         raise unknown(explain_paged, others)
     settings = (causal, window, scale, softcap, sinks, batch_invariant, kernel)
-    return ops_paged.decide(ops_paged.prepare(_call(q, cache, cu_seqlens_q, max_seqlen_q, settings)))
+    return mods_paged.choice(_call(q, cache, cu_seqlens_q, max_seqlen_q, settings), score_mod, checked_mask(mask))
 
 
 def _call(

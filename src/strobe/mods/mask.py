@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
+from ..problem.foreign_arguments import no_mask
 from ..problem.mask import GENERAL, Mask, Tile, TileKind
 from .cache import TRACES
 from .evaluate import evaluate
@@ -389,3 +390,14 @@ def _listed(counts: Tensor, indices: Tensor) -> Tensor:
     table = torch.zeros((*indices.shape[:-1], spare + 1), dtype=torch.bool, device=indices.device)
     listed = torch.where(count & (indices >= 0), indices.long(), spare)  # a page that is not there has number -1
     return table.scatter_(-1, listed, True)[..., :spare]
+
+
+def checked_mask(mask: Mask | None) -> MaskMod | None:
+    """A mask of a call over a cache, as a function of positions: `causal` and `window` are arguments of its kernels,
+    other masks are not.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Mask):
+        raise no_mask(mask)
+    return MaskMod.of(mask)

@@ -7,7 +7,7 @@ holds all that it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..problem.call import FIELD_KINDS, Call, accumulator, check_captured
 from ..problem.decode import DecodeCall, refuse_gradients
 from ..problem.mask import Mask
 from ..problem.mods import Dropout, Mods, ModTexts
+from ..problem.paged import PagedCall
 from ..problem.problem import Problem
 from ..problem.torch_state import distinct, in_autocasts_dtype, tangents, written_by_copy
 from ..selection.replay import launches_here
@@ -37,7 +38,7 @@ _TEXTS = "str score_mod, str score_mod_bwd, str mask_mod"
 _CAPTURED = "Tensor[] score_tensors, Tensor[] mask_tensors, float[] score_numbers, float[] mask_numbers"
 _EXTRAS = "float dropout_p, Tensor? dropout_seed, bool max_scores"
 _FIELDS = schema(FIELD_KINDS, Call._field_defaults)
-_COUNT = 10  # arguments of an op that describe the functions and the dropout
+COUNT = 10  # arguments of an op that describe the functions and the dropout
 _NEEDS_GRAD = Call._fields.index("needs_grad")
 NOTHING = BoundScore("", "", (), ())  # of a call without a score or mask
 
@@ -112,11 +113,11 @@ def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         if call.needs_grad or out.requires_grad:
             raise UnsupportedProblem("out= with gradients: leave out= out, or call under torch.no_grad()")
         if written_by_copy(out):
-            found = FORWARD(*_arguments(call))
+            found = FORWARD(*arguments(call))
             return *copied(out, found[:2], call.q), found[2]
-        return out, *FORWARD_OUT(out, *_arguments(call))
+        return out, *FORWARD_OUT(out, *arguments(call))
     if not call.needs_grad:
-        return FORWARD(*_arguments(call))
+        return FORWARD(*arguments(call))
     counts = len(mods.score_tensors), len(mods.mask_tensors)
     constants = *mods.texts, mods.score_numbers, mods.mask_numbers, mods.dropout_p
     rest = *mods.tensors, mods.dropout_seed, *call[:-1]
@@ -136,7 +137,7 @@ def _run_directly(choice: Choice[Problem], call: Call, mods: Mods) -> tuple[Tens
     return out, lse, _write(choice, call, out, lse)
 
 
-def _arguments(call: Call | DecodeCall) -> tuple:
+def arguments(call: Call | DecodeCall | PagedCall) -> tuple:
     return *_flat(call.mods or Mods(ModTexts())), *call[:-1]
 
 
@@ -145,7 +146,7 @@ def _flat(mods: Mods) -> tuple:
     return *mods.texts[:3], *captured, mods.dropout_p, mods.dropout_seed, mods.texts.max_scores
 
 
-def _mods(flat: tuple, packed: bool) -> Mods:
+def mods_of(flat: tuple, packed: bool) -> Mods:
     """An op's first arguments as Mods."""
     score, gradient, mask, score_tensors, mask_tensors, score_numbers, mask_numbers, p, seed, max_scores = flat
     has_offsets = seed is not None and seed.numel() > 1
@@ -156,8 +157,8 @@ def _mods(flat: tuple, packed: bool) -> Mods:
 
 def _received(flat: tuple) -> Call:
     """An op's arguments as a Call."""
-    call = attention.received(flat[_COUNT:])
-    return simplified(call._replace(mods=_mods(flat[:_COUNT], call.packed)))
+    call = attention.received(flat[COUNT:])
+    return simplified(call._replace(mods=mods_of(flat[:COUNT], call.packed)))
 
 
 # ---------------------------------------------------------------- the ops
@@ -238,13 +239,13 @@ def _scattered(gradient: str) -> tuple[int, ...]:
 
 
 def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = fake.forward(*flat[_COUNT:])
-    return out, lse, torch.empty_like(lse) if flat[_COUNT - 1] else lse.new_empty(0)
+    out, lse = fake.forward(*flat[COUNT:])
+    return out, lse, torch.empty_like(lse) if flat[COUNT - 1] else lse.new_empty(0)
 
 
 def _fake_forward_out(out: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
-    lse = fake.forward_out(out, *flat[_COUNT:])
-    return lse, torch.empty_like(lse) if flat[_COUNT - 1] else lse.new_empty(0)
+    lse = fake.forward_out(out, *flat[COUNT:])
+    return lse, torch.empty_like(lse) if flat[COUNT - 1] else lse.new_empty(0)
 
 
 def _fake_backward(
@@ -252,15 +253,24 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     scattered = _scattered(flat[1])
     captured = [t.new_empty(t.shape if n in scattered else (0,)) for n, t in enumerate(flat[3])]
-    dq, dk, dv, dsinks = fake.backward(dout, out, lse, dlse, *flat[_COUNT:])
+    dq, dk, dv, dsinks = fake.backward(dout, out, lse, dlse, *flat[COUNT:])
     return dq, dk, dv, dsinks, captured
 
 
 # ---------------------------------------------------------------- decode
 
 
+CacheCall = TypeVar("CacheCall", DecodeCall, PagedCall)
+
+
 def bind_decode(call: DecodeCall, score: object, mask: Mask | None) -> DecodeCall:
-    """The DecodeCall with a custom score, and a mask that is a function. Gradients are refused, so there is none."""
+    return bind_functions(decode.prepare(call), score, mask)
+
+
+def bind_functions(call: CacheCall, score: object, mask: Mask | None) -> CacheCall:
+    """A call over a cache with a custom score, and a mask that is a function. Gradients are refused, so there is
+    none.
+    """
     mods = Mods(ModTexts())
     if score is not None:
         bound = as_score_mod(score).bind(False)
@@ -269,7 +279,7 @@ def bind_decode(call: DecodeCall, score: object, mask: Mask | None) -> DecodeCal
         seen = mask.whole.bind()
         texts = mods.texts._replace(mask=seen.program.text)
         mods = mods._replace(texts=texts, mask_tensors=seen.tensors, mask_numbers=seen.numbers)
-    call = decode.prepare(call)._replace(mods=mods)
+    call = call._replace(mods=mods)
     check_captured(call)
     return call
 
@@ -284,11 +294,11 @@ def attend_decode(
     read = [*call.tensors, *(call.mods or Mods(ModTexts())).tensors]
     refuse_gradients(read if out is None else [*read, out], "decode")
     if out is None:
-        return DECODE(*_arguments(call))
+        return DECODE(*arguments(call))
     check_no_vmap(out, read)
     if written_by_copy(out):
-        return copied(out, DECODE(*_arguments(call)), call.q)
-    return out, DECODE_OUT(out, *_arguments(call))
+        return copied(out, DECODE(*arguments(call)), call.q)
+    return out, DECODE_OUT(out, *arguments(call))
 
 
 def choice_decode(call: DecodeCall, score: object, mask: Mask | None) -> Choice:
@@ -298,7 +308,7 @@ def choice_decode(call: DecodeCall, score: object, mask: Mask | None) -> Choice:
 
 
 def _decode_received(flat: tuple) -> DecodeCall:
-    return DecodeCall(*flat[_COUNT:])._replace(mods=_mods(flat[:_COUNT], False))
+    return DecodeCall(*flat[COUNT:])._replace(mods=mods_of(flat[:COUNT], False))
 
 
 def _decode(*flat: Any) -> tuple[Tensor, Tensor]:
@@ -315,30 +325,40 @@ def _decode_out(out: Tensor, *flat: Any) -> Tensor:
 
 
 def _fake_decode(*flat: Any) -> tuple[Tensor, Tensor]:
-    return decode.decode_fake(*flat[_COUNT:])
+    return decode.decode_fake(*flat[COUNT:])
 
 
 def _fake_decode_out(out: Tensor, *flat: Any) -> Tensor:
-    return decode.decode_out_fake(out, *flat[_COUNT:])
+    return decode.decode_out_fake(out, *flat[COUNT:])
 
 
 # ---------------------------------------------------------------- registration
 
 
-_ALL = f"{_TEXTS}, {_CAPTURED}, {_EXTRAS}"
+EXTRA_ARGUMENTS = f"{_TEXTS}, {_CAPTURED}, {_EXTRAS}"
 _DECODE_FIELDS = decode.fields(DecodeCall)
 _GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor[])"
 _BODIES: tuple[tuple[str, str, Callable, Callable], ...] = (
-    ("mod_forward", f"({_ALL}, {_FIELDS}) -> (Tensor, Tensor, Tensor)", _forward, _fake_forward),
-    ("mod_forward_out", f"(Tensor(a!) out, {_ALL}, {_FIELDS}) -> (Tensor, Tensor)", _forward_out, _fake_forward_out),
+    ("mod_forward", f"({EXTRA_ARGUMENTS}, {_FIELDS}) -> (Tensor, Tensor, Tensor)", _forward, _fake_forward),
+    (
+        "mod_forward_out",
+        f"(Tensor(a!) out, {EXTRA_ARGUMENTS}, {_FIELDS}) -> (Tensor, Tensor)",
+        _forward_out,
+        _fake_forward_out,
+    ),
     (
         "mod_backward",
-        f"(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_ALL}, {_FIELDS}) -> {_GRADIENTS}",
+        f"(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {EXTRA_ARGUMENTS}, {_FIELDS}) -> {_GRADIENTS}",
         _backward,
         _fake_backward,
     ),
-    ("mod_decode", f"({_ALL}, {_DECODE_FIELDS}) -> (Tensor, Tensor)", _decode, _fake_decode),
-    ("mod_decode_out", f"(Tensor(a!) out, {_ALL}, {_DECODE_FIELDS}) -> Tensor", _decode_out, _fake_decode_out),
+    ("mod_decode", f"({EXTRA_ARGUMENTS}, {_DECODE_FIELDS}) -> (Tensor, Tensor)", _decode, _fake_decode),
+    (
+        "mod_decode_out",
+        f"(Tensor(a!) out, {EXTRA_ARGUMENTS}, {_DECODE_FIELDS}) -> Tensor",
+        _decode_out,
+        _fake_decode_out,
+    ),
 )
 for _name, _schema, _body, _fake in _BODIES:
     LIBRARY.define(f"{_name}{_schema}")
@@ -365,7 +385,7 @@ class _ModifiedAttention(torch.autograd.Function):
         call = _modified(counts, constants, rest)
         choice = CACHE.direct_choice(call, decide)
         if choice is None:
-            out, lse, greatest = FORWARD(*_arguments(call))
+            out, lse, greatest = FORWARD(*arguments(call))
         else:
             out, lse, greatest = _run_directly(choice, call, call.mods or Mods(ModTexts()))
         ctx.save_for_backward(out, lse, *(one for one in rest if isinstance(one, Tensor)))
@@ -387,7 +407,7 @@ class _ModifiedAttention(torch.autograd.Function):
         beside = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
         choice = CACHE.direct_choice(call, decide, *beside)
         if choice is None:
-            dq, dk, dv, dsinks, captured = BACKWARD(dout, out, lse, dlse, *_arguments(call))
+            dq, dk, dv, dsinks, captured = BACKWARD(dout, out, lse, dlse, *arguments(call))
         else:
             dq, dk, dv, dsinks, captured = _backward_of(choice, call, (dout, out, lse, dlse))
         gradients: list[Tensor | None] = [None] * len(rest)

@@ -39,7 +39,7 @@ def _paged_out(out: Tensor, *flat: Any) -> Tensor:
 # ---------------------------------------------------------------- schemas and fake kernels
 
 
-def _paged_fake(*flat: Any) -> tuple[Tensor, Tensor]:
+def paged_fake(*flat: Any) -> tuple[Tensor, Tensor]:
     call = PagedCall(*flat)
     check(call)
     (total, heads, _), wide = call.q.shape, accumulator(call.q.dtype)
@@ -47,8 +47,8 @@ def _paged_fake(*flat: Any) -> tuple[Tensor, Tensor]:
     return out, call.q.new_empty((heads, total), dtype=wide)
 
 
-def _paged_out_fake(out: Tensor, *flat: Any) -> Tensor:
-    like, lse = _paged_fake(*flat)
+def paged_out_fake(out: Tensor, *flat: Any) -> Tensor:
+    like, lse = paged_fake(*flat)
     check_out(out, tuple(like.shape), like.dtype, like)
     writes_to(out)
     return lse
@@ -56,7 +56,7 @@ def _paged_out_fake(out: Tensor, *flat: Any) -> Tensor:
 
 LIBRARY.define(f"paged({fields(PagedCall)}) -> (Tensor, Tensor)")
 LIBRARY.define(f"paged_out(Tensor(a!) out, {fields(PagedCall)}) -> Tensor")
-for _name, _body, _fake in (("paged", _paged, _paged_fake), ("paged_out", _paged_out, _paged_out_fake)):
+for _name, _body, _fake in (("paged", _paged, paged_fake), ("paged_out", _paged_out, paged_out_fake)):
     LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"strobe::{_name}", _fake, lib=LIBRARY)
 vmap.register(LIBRARY, "paged")
@@ -87,6 +87,6 @@ def run(call: PagedCall, out: Tensor | None = None, alone: bool = False) -> tupl
     if out is not None:
         check_no_vmap(out, call.tensors)
         if written_by_copy(out):
-            return copied(out, PAGED(*call), call.q)
-        return out, PAGED_OUT(out, *call)
-    return PAGED(*call)
+            return copied(out, PAGED(*call[:-1]), call.q)
+        return out, PAGED_OUT(out, *call[:-1])
+    return PAGED(*call[:-1])

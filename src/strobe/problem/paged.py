@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedProblem
 from .cache import Held, check_offsets, check_tensor
-from .call import Dense, Paged
+from .call import Dense, Paged, check_captured
 from .decode import DecodeCall, DecodeProblem
 from .decode import check as check_decode
 from .mask import NO_BOUND
+from .mods import Mods
 from .problem import rows_apart
 
 
@@ -44,6 +46,7 @@ class PagedCall(NamedTuple):
     batch_invariant: bool = False
     kernel: str = ""
     partial: bool = False
+    mods: Mods | None = None  # not in the schema: the op of `ops.mods_paged` takes its parts
 
     @property
     def held(self) -> Held:
@@ -62,7 +65,8 @@ class PagedCall(NamedTuple):
         """
         about = self[:10]
         absent = [field is None for field in about[5:]]
-        return [field for field in about if field is not None], ("paged", *absent, *self[10:])
+        tensors, rest = [field for field in about if field is not None], ("paged", *absent, *self[10:-1])
+        return (tensors, rest) if self.mods is None else ([*tensors, *self.mods.read], (*rest, self.mods.texts))
 
     @property
     def whole(self) -> bool:
@@ -85,6 +89,7 @@ def check(call: PagedCall) -> Dense | Paged:
     """
     q, offsets = call.q, call.cu_seqlens_q
     check_tensor("q", q, "[T, H_q, D]", 3)
+    check_captured(call)
     batch = check_offsets(offsets, call.seqlens, "q", q.device)
     most = q.shape[0] if call.max_seqlen_q == NO_BOUND else min(call.max_seqlen_q, q.shape[0])
     # a decode of the same heads and widths, over the cache's own number of sequences
@@ -134,6 +139,8 @@ class PagedProblem(DecodeProblem):
 
     def example(self, device: torch.device) -> PagedCall:
         """A call of this problem on zeros, with empty sequences."""
+        if self.mods is not None:
+            raise UnsupportedProblem(f"{self}: a problem with functions has no example; call attention_paged instead")
         known: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(DecodeProblem)}
         known["strides"] = (rows_apart((1, 1, self.heads_q, self.head_dim)), *self.strides[1:])
         known["layout"] = self.layout._replace(seqlen_q=1)

@@ -102,8 +102,7 @@ def _sequence(
             origin=(q.shape[1] - (stop - start), start),  # functions count positions from the first key
             key_positions=keys.position,
         )
-        mods = call.mods if isinstance(call, DecodeCall) else None
-        one = Call(q, keys.k, keys.v, sinks=call.sinks, mods=mods)
+        one = Call(q, keys.k, keys.v, sinks=call.sinks, mods=call.mods)
         for job in attend_jobs(piece, slice(0, problem.heads_kv), plan, one, tensors):
             job.run(scratch)
 

@@ -195,6 +195,7 @@ class PagedTensors(NamedTuple):
     out: Any  # [T, H_q, D_v]
     lse: Any  # [H_q, T]
     sinks: Any
+    hooks: Any = None  # HookParams
 
 
 RECORD = 16  # int32 of a sequence's record in the WorkList

@@ -9,11 +9,13 @@ from ..device.forward_arguments import WindowParams
 from ..protocol import Forward, Plan
 from ..runtime import error_flags, launcher
 from ..runtime.launch_cache import CACHE, decode_addresses
+from ..runtime.mod_function import mod_aux
 from ..runtime.workspace import pieces_of
 from . import paged
 from .arguments import (
     RECORD,
     ForwardStrides,
+    HookParams,
     PagedShape,
     PagedTensors,
     PerKeyHead,
@@ -28,6 +30,10 @@ from .launch_decode import pages_of, stored, strides_of
 def run_paged(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
     """Schedule, attend, and combine where tiles may be split."""
     word = error_flags.word(call.q.device)
+    if call.mods is not None:  # what functions read is not among `moving`
+        for launch in paged_launches(plan, call, t, workspace):
+            launch.start()
+        return
     launches: list[launcher.RecordedLaunch | None] = []
     lists = work_list(workspace["work"], plan.problem.layout.batch, plan.config.max_items)
     moving = (*call.about, *t, *lists, workspace.get("partials"), workspace.get("lse_partials"), word)
@@ -53,6 +59,9 @@ def paged_launches(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str,
     tensors = PagedTensors(
         call.q, k, v, call.page_table, call.seqlens, call.k_start, call.cu_seqlens_q, t.out, t.lse, call.sinks
     )
+    if call.mods is not None:
+        score, mask, _ = mod_aux(problem, call)
+        tensors = tensors._replace(hooks=HookParams(1.0, score or None, mask or None, None))
     work, word = work_list(workspace["work"], layout.batch, config.max_items), error_flags.word(call.q.device)
     partials = SplitWorkspace(workspace.get("partials"), workspace.get("lse_partials"), None)
     packed = lambda x: Strides(0, *x.stride()[:2])

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ..device.seqlen import LONG_Q, OFFSETS_Q, guard_offsets, offset_at
+from ..device.softmax import LN_2
 from ..device.split_kv import (
     K_START,
     SEQLENS,
@@ -33,7 +34,7 @@ from ..device.split_kv import (
 )
 from .arguments import LEAST_SHARE as _LEAST_SHARE
 from .arguments import RECORD as _RECORD
-from .arguments import KeyCache, ScaledCache, SoftmaxParams
+from .arguments import HookParams, KeyCache, ScaledCache, SoftmaxParams
 from .decode import (
     PAGES,
     attend,
@@ -46,6 +47,7 @@ from .decode import (
     write_rows,
 )
 from .forward import softmax_scalars
+from .score_mods import ScoreMods
 
 LANES = tl.constexpr(256)
 LEAST_SHARE = tl.constexpr(_LEAST_SHARE)
@@ -290,11 +292,17 @@ def paged_kernel(tensors, scales, work, partials, errors, strides, shape, window
                 shape.page_rows,
                 shape.heads_kv,
             )
+        q_idx, mods = None, None
+        if traits.has_mods:
+            # a sequence of fewer keys than tokens has rows before its first key
+            q_idx = tl.maximum(num_keys - tokens + rows.token, 0)[:, None]
+            hooks = HookParams(scale_log2 * LN_2, tensors.hooks.score_aux, tensors.hooks.mask_aux, None)
+            mods = ScoreMods(batch, rows.head_q[:, None], hooks, None)
         # mainloop
         if traits.in_order:
             o, lse_log2, lost = attend_in_order(q, cache, strides, keys, visible, softmax, v_scale, traits)
         else:
-            o, state, lost = attend(q, cache, strides, keys, visible, softmax, traits)
+            o, state, lost = attend(q, cache, strides, keys, visible, softmax, traits, q_idx, mods)
             o, lse_log2 = normalize_split(o, state)
             if traits.v_scale:
                 o = tl.where((state.row_sum == 0)[:, None], 0.0, o * v_scale)

@@ -12,6 +12,7 @@ from ...problem.call import FARTHEST
 from ...problem.paged import PagedCall, PagedProblem
 from ...problem.target import Target
 from ..protocol import Buffer, Cost, Forward, Plan, decode_cost
+from ..runtime.mod_function import mod_functions
 from ..runtime.split_kv import INVARIANT_SPLIT
 from . import decode_config as decode
 from .arguments import LEAST_SHARE, RECORD
@@ -62,6 +63,9 @@ def paged_config(problem: PagedProblem, target: Target) -> PagedConfig:
         block_m = decode.MOST_ROWS if problem.cache_dtype == FP8 else PREFILL_ROWS
         tile = decode.tile_of(problem, target, block_m, PREFILL_TILES)
         known = replace(known, block_m=block_m, block_n=tile.block_n, warps=tile.warps, stages=tile.stages)
+    if problem.mods is not None:
+        functions = mod_functions(problem.mods)
+        known = replace(known, score_mod=functions.score_mod, mask_mod=functions.mask_mod)
     traits = PagedTraits(
         **{field.name: getattr(known, field.name) for field in fields(known) if field.init},
         k_token_scale=problem.token_scales[0],
@@ -77,7 +81,9 @@ def paged_config(problem: PagedProblem, target: Target) -> PagedConfig:
     else:
         partials = 2 * slots if problem.capacity > LEAST_SHARE * traits.block_n else 0
     partials = max(partials, LEAST_PARTIALS)
-    combine = replace(traits, block_m=min(COMBINED_ROWS, traits.block_m), warps=4)
+    combine = replace(
+        traits, block_m=min(COMBINED_ROWS, traits.block_m), warps=4, score_mod=None, mask_mod=None
+    )  # scores are done
     return PagedConfig(traits, combine, slots, tiles + max(partials, slots), partials)
 
 

@@ -15,6 +15,7 @@ from ...mods.program import Program
 from ...problem.call import Call, Dense
 from ...problem.decode import DecodeCall, DecodeProblem
 from ...problem.mods import ModTexts
+from ...problem.paged import PagedCall
 from ...problem.problem import Problem
 
 _HEAD = "import triton\nimport triton.language as tl\n\n\n"
@@ -76,7 +77,7 @@ def loads_by_key(texts: ModTexts) -> int:
     return sum(emit.loads_by_key(text) for text in (texts.score, texts.mask) if text)
 
 
-def mod_aux(problem: Problem | DecodeProblem, call: Call | DecodeCall) -> tuple[tuple, tuple, tuple]:
+def mod_aux(problem: Problem | DecodeProblem, call: Call | DecodeCall | PagedCall) -> tuple[tuple, tuple, tuple]:
     """What score_mod, mask_mod and score_mod_bwd read in this call."""
     mods = call.mods
     if mods is None:
