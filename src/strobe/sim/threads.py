@@ -3,7 +3,8 @@
 A program of Triton is one agent of the simulator. In two cases its threads do not run as one. Of several elements that
 one store puts into one place, any may win. And a value that one thread stores to global memory may reach another thread
 only after a barrier of the program, which the compiler does not insert for global memory. `Checks(threads=True)` looks
-for the second: Gluon's layouts say which thread holds an element; in plain Triton its place in the tensor stands for it.
+for the second: Gluon's layouts say which thread holds an element; in plain Triton its place in the tensor stands for
+the thread.
 """
 
 from __future__ import annotations
