@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -39,6 +41,7 @@ def session(rank: int, folder: str, world: int, is_whole: bool) -> None:
     _few_rows(found)
     _given(found)
     _wrong(found)
+    _delayed(found)
     if is_whole or world == 2:
         for part in (_packed, _other_mask, _bits, _bfloat16, _layouts):
             part(found)
@@ -50,10 +53,10 @@ def session(rank: int, folder: str, world: int, is_whole: bool) -> None:
         torch.save(found, Path(folder) / "found.pt")
 
 
-def steps(rank: int, folder: str) -> None:
-    """Steps of training and what runs around them, in each process."""
+def steps(rank: int, folder: str, trains_alone: bool = False) -> None:
+    """Steps of training and what runs around them, in each process. trains_alone: the training alone."""
     found: Found = {}
-    for part in (_trained, _recomputed, _warmed):
+    for part in (_trained,) if trains_alone else (_trained, _recomputed, _warmed):
         part(found)
     if rank == 0:
         torch.save(found, Path(folder) / "found.pt")
@@ -190,6 +193,30 @@ def _given(found: Found) -> None:
         )
         ours = divided.attend_shards(tensors, plan, True)
         found[f"given: {scheme}, {name}"] = divided.difference(ours, divided.attend(tensors, True, mask=mask))
+
+
+def _delayed(found: Found) -> None:
+    """Each rank waits for a random time before every exchange: results have the bits of calls without waiting."""
+    tensors, chance = divided.inputs(SEQLEN, 3, 2), Random(dist.get_rank())
+    exchanges = {name: getattr(dist, name) for name in ("batch_isend_irecv", "all_to_all_single")}
+
+    def late(exchange):
+        def run(*args, **options):
+            time.sleep(chance.choice((0.0, 0.002, 0.03)))
+            return exchange(*args, **options)
+
+        return run
+
+    for way in ("keys, head-tail", "keys, own first", "heads"):
+        for name in ("causal", "window left"):
+            parallel = context_parallel(**divided.WAYS[way])
+            plan = parallel.plan(divided.MASKS[name](), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
+            prompt = divided.attend_shards(tensors, plan, True)
+            with ExitStack() as stack:
+                for exchange, run in exchanges.items():
+                    stack.enter_context(patch.object(dist, exchange, late(run)))
+                results = [divided.attend_shards(tensors, plan, True) for _ in range(2)]
+            found[f"delayed: {way}, {name}"] = max(divided.difference(prompt, one) for one in results)
 
 
 def _warmed(found: Found) -> None:
@@ -333,13 +360,13 @@ def _nested(found: Found, world: int, each: int) -> None:
     found["nested: a mesh of one dimension"] = max(mine.values())
 
 
-def abandoned(rank: int, folder: str, store: str) -> None:
-    """Rank 1 of two ends in the middle of training; rank 0 writes its error and the seconds until it came."""
+def abandoned(rank: int, folder: str, store: str, world: int) -> None:
+    """Rank 1 ends in the middle of training; each other writes its error and the seconds until it came."""
     from datetime import timedelta
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=20)
     )
     plan = context_parallel(scheme="keys").plan(strobe.causal(), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
     q, k, v = map(plan.shard, divided.inputs(SEQLEN, 3, 1)[:3])
@@ -352,5 +379,5 @@ def abandoned(rank: int, folder: str, store: str) -> None:
         strobe.attention(q, k, v, context_parallel=plan)
     except RuntimeError as error:
         told = str(error)
-    torch.save((told, time.monotonic() - start), Path(folder) / "told.pt")
+    torch.save((told, time.monotonic() - start), Path(folder) / f"told{rank}.pt")
     os._exit(0)

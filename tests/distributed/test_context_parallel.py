@@ -51,6 +51,10 @@ def test_other_calls_give_what_one_process_gives(start, found):
     assert {name: error for name, error in _of(found, f"{start}: ").items() if not error < EXACT} == {}
 
 
+def test_random_delays_change_no_bit(found):
+    assert set(_of(found, "delayed: ").values()) == {0.0}
+
+
 def test_bits_are_the_same_on_a_second_call(found):
     assert set(_of(found, "bits: ").values()) == {0.0}
 

@@ -12,6 +12,7 @@ from tests.distributed.test_context_parallel import (  # pytest runs them here, 
     test_every_mask_gives_what_one_process_gives,
     test_groups_and_meshes,
     test_other_calls_give_what_one_process_gives,
+    test_random_delays_change_no_bit,
 )
 from tests.processes import together
 
@@ -29,4 +30,5 @@ __all__ = [
     "test_every_mask_gives_what_one_process_gives",
     "test_groups_and_meshes",
     "test_other_calls_give_what_one_process_gives",
+    "test_random_delays_change_no_bit",
 ]

@@ -43,11 +43,22 @@ def test_a_small_gpt_trains_as_in_one_process(found):
         torch.testing.assert_close(one, alone, rtol=1e-7, atol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path):
-    arguments = str(tmp_path), str(tmp_path / "store")
-    processes = multiprocessing.spawn(abandoned, args=arguments, nprocs=2, join=False).processes
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [3, 4, 8])
+def test_more_processes_train_as_one(world, tmp_path: Path):
+    together(steps, tmp_path, str(tmp_path), True, world=world)
+    alone = losses(None)
+    for name, one in _of(torch.load(tmp_path / "found.pt"), "trained: ").items():
+        torch.testing.assert_close(one, alone, rtol=1e-7, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_a_rank_that_dies_ends_the_others_with_an_error(world, tmp_path: Path):
+    arguments = str(tmp_path), str(tmp_path / "store"), world
+    processes = multiprocessing.spawn(abandoned, args=arguments, nprocs=world, join=False).processes
     for process in processes:
         process.join(120)
-    told, seconds = torch.load(tmp_path / "told.pt")
-    assert told != "nothing" and seconds < 40
-    assert [process.exitcode for process in processes] == [0, 9]
+    for rank in {*range(world)} - {1}:
+        told, seconds = torch.load(tmp_path / f"told{rank}.pt")
+        assert told != "nothing" and seconds < 40
+    assert [process.exitcode for process in processes] == [9 if rank == 1 else 0 for rank in range(world)]
