@@ -52,3 +52,21 @@ def test_a_distance_is_converted_by_rows_and_columns():
         assert ".to(tl.float32) - (kv_idx).to(tl.float32)" in text
     mixed = emit.forward_text(strobe.score_mod(lambda s, b, h, q, k: s + (q * k - k).float()).bind(False).text)
     assert "(kv_idx).to(tl.float32)" not in mixed
+
+
+def test_a_division_by_a_power_of_two_is_a_shift():
+    """Of negative numbers, too: both round down. Other divisors and floats are divided."""
+    table = torch.zeros(64)
+    of = lambda index: emit.forward_text(ScoreMod(lambda s, b, h, q, k: s + table[index(q, k)]).bind(False).text)
+    assert "q_idx >> 6" in of(lambda q, k: q // 64) and "kv_idx & 7" in of(lambda q, k: k % 8)
+    assert " >> 2" in of(lambda q, k: (q - k) // 4) and "//" not in of(lambda q, k: (q - k) // 4)
+    assert "q_idx // (6)" in of(lambda q, k: q // 6) and ">>" not in of(lambda q, k: (q.float() // 64).long())
+
+
+def test_sums_for_gradients_skip_what_changes_nothing():
+    """dscore times a finite factor is 0 where dscore is; times a captured value it may be NaN."""
+    table, weight = torch.zeros(64, 64, requires_grad=True), torch.zeros(4, requires_grad=True)
+    added = emit.backward_text(ScoreMod(lambda s, b, h, q, k: s + table[q // 4, k // 4] * 0.5).bind(True).gradient)
+    assert "tl.where(dscore == 0" not in added
+    scaled = emit.backward_text(ScoreMod(lambda s, b, h, q, k: s * weight[h]).bind(True).gradient)
+    assert "tl.where(dscore == 0, 0.0" in scaled

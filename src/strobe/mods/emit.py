@@ -12,6 +12,7 @@ builds it. Positions come unbroadcast, so what depends on a row alone is compute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -232,7 +233,7 @@ def _words(node: Node, args: list[str], program: Program, places: _Places, range
         keep = f"({args[0]} {sign} {args[1]}) | ({args[0]} != {args[0]})" if node.kind == FLOAT else None
         return f"tl.where({keep or f'{args[0]} {sign} {args[1]}'}, {args[0]}, {args[1]})"
     if node.op in ("floordiv", "mod", "fmod"):
-        return _division(node, args, ranges)
+        return _division(node, args, ranges, program.nodes[node.args[1]])
     return (_UNARY.get(node.op) or _BINARY[node.op]).format(*args)
 
 
@@ -241,9 +242,15 @@ def _length(offsets: str) -> str:
     return f"(tl.load({offsets} + b + 1) - tl.load({offsets} + b))"
 
 
-def _division(node: Node, args: list[str], ranges: list[Interval]) -> str:
-    """Division towards minus infinity, as in Python. Triton's / and % on integers go towards zero."""
+def _division(node: Node, args: list[str], ranges: list[Interval], by: Node) -> str:
+    """Division towards minus infinity, as in Python. Triton's / and % on integers go towards zero.
+
+    By a power of two it is a shift, of which LLVM knows that the positions of a tile have one result.
+    """
     a, b = args
+    size = by.value if by.op == "const" and type(by.value) is int and node.kind != FLOAT else 0
+    if size > 0 and size & (size - 1) == 0 and node.op != "fmod":
+        return f"{a} >> {size.bit_length() - 1}" if node.op == "floordiv" else f"{a} & {size - 1}"
     if node.kind == FLOAT:
         if node.op == "fmod":
             return f"{a} - {b} * tl.where({a} / {b} < 0, tl.ceil({a} / {b}), tl.floor({a} / {b}))"
@@ -286,13 +293,18 @@ def _scatters(
     results = iter(program.outputs[1:])
     tile = "(q_idx * 0 + kv_idx * 0)"
     for n, (scatter, at) in enumerate(zip(program.scatters, places.gradients)):
-        value = names[next(results)]
+        at_value = next(results)
+        value = names[at_value]
         indices = [next(results) for _ in range(scatter.ndim)]
         keys, queries = (
             min([MOST_SUMMED + 1, *(_constant_over(program, name)[i] for i in indices)]) for name in ("k", "q")
         )
         words, sum_of = [names[i] for i in indices], f"sum{n}"
-        lines.append(f"{sum_of} = tl.where(dscore == 0, 0.0, {value} + {tile}.to(tl.float32))")
+        if not _vanishes(program, at_value):
+            value = f"tl.where(dscore == 0, 0.0, {value})"
+        lines.append(
+            f"{sum_of} = {value}" if _reads_grad(program, at_value) else f"{sum_of} = {value} + {tile}.to(tl.float32)"
+        )
         group_k = min(keys, MOST_SUMMED) if keys_aligned or keys > MOST_SUMMED else 1
         group_q = str(queries) if queries <= MOST_SUMMED else f"{sum_of}.shape[1]"
         if (group_k, group_q) != (1, "1"):
@@ -305,6 +317,32 @@ def _scatters(
         address = _address(at, words, [ranges[i] for i in indices], 1, places.tensors[scatter.tensor])
         lines.append(f'tl.atomic_add({address} + tl.where({sum_of} == 0, 0, 0), {sum_of}, sem="relaxed")')
     return lines
+
+
+def _reads_grad(program: Program, at: int) -> bool:
+    """Whether a node has the shape of dscore."""
+    node = program.nodes[at]
+    return node.value == "grad" if node.op == "input" else any(_reads_grad(program, arg) for arg in node.args)
+
+
+def _vanishes(program: Program, at: int) -> bool:
+    """Whether a node is 0 where dscore is: dscore times factors that are finite, since they read no tensor or score."""
+    node = program.nodes[at]
+    if node.op == "input":
+        return node.value == "grad"
+    if node.op == "mul":
+        return any(_vanishes(program, a) and _is_finite(program, b) for a, b in (node.args, node.args[::-1]))
+    return node.op == "neg" and _vanishes(program, node.args[0])
+
+
+def _is_finite(program: Program, at: int) -> bool:
+    """Whether a node is a constant or an integer, as a distance is."""
+    node = program.nodes[at]
+    if node.op == "const":
+        return math.isfinite(float(node.value or 0))
+    if node.op in ("neg", "abs"):
+        return _is_finite(program, node.args[0])
+    return node.op == "cast" and program.nodes[node.args[0]].kind in (INT, LONG)
 
 
 @lru_cache(maxsize=256)

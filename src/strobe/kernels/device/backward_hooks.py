@@ -45,7 +45,7 @@ class ScoreMods:
     @gluon.jit
     def modify(self, score, traits: gl.constexpr):
         """score_mod of scores in natural units."""
-        q_idx, kv_idx = self.q_idx(score), self.kv_idx(score)
+        q_idx, kv_idx = self.q_idx(score), self.kv_idx(score, traits)
         modified = traits.score_mod(score, self.entry, self.head, q_idx, kv_idx, self.hooks.score_aux)
         return gl.broadcast(modified.to(gl.float32), score)[0]
 
@@ -61,13 +61,13 @@ class ScoreMods:
 
     @gluon.jit
     def apply_mask_mod(self, x, traits: gl.constexpr):
-        seen = traits.mask_mod(self.entry, self.head, self.q_idx(x), self.kv_idx(x), self.hooks.mask_aux)
+        seen = traits.mask_mod(self.entry, self.head, self.q_idx(x), self.kv_idx(x, traits), self.hooks.mask_aux)
         return gl.where(seen, x, float("-inf"))
 
     @gluon.jit
     def gradient(self, ds, score, traits: gl.constexpr):
         """score_mod_bwd. A gradient of 0 stays 0, whatever the function makes of the score of a hidden key."""
-        q_idx, kv_idx = self.q_idx(ds), self.kv_idx(ds)
+        q_idx, kv_idx = self.q_idx(ds), self.kv_idx(ds, traits)
         if self.hooks.gradient_aux is None:
             before = traits.score_mod_bwd(ds, score, self.entry, self.head, q_idx, kv_idx, self.hooks.score_aux)
         else:
@@ -76,8 +76,21 @@ class ScoreMods:
 
     @gluon.jit
     def q_idx(self, s):
-        return (self.q_start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))[None, :]
+        return (multiple(self.q_start, s.shape[1]) + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))[
+            None, :
+        ]
 
     @gluon.jit
-    def kv_idx(self, s):
-        return (self.k_start + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)))[:, None]
+    def kv_idx(self, s, traits: gl.constexpr):
+        k_start = self.k_start
+        if not traits.mask.documents:  # whose tiles begin with a document
+            k_start = multiple(k_start, s.shape[0])
+        return (k_start + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)))[:, None]
+
+
+@gluon.jit
+def multiple(position, count: gl.constexpr):
+    """A position that is a multiple of count, as LLVM does not know by itself: positions of a tile that begins there
+    differ in their last bits alone, so `q_idx // 64` is computed once.
+    """
+    return position & -count
