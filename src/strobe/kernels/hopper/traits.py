@@ -14,8 +14,10 @@ from .decode_config import MOST_SHARED
 
 ROWS, THREADS = 64, 128  # rows and threads of one consumer
 WORK_TILE_BYTES = 64  # the backward's record of a work tile
-# of a consumer and of the producer, by the number of consumers; then the same for keys in a cache
-REGISTERS = ({2: (240, 24), 3: (160, 32), 4: (112, 32)}, {2: (224, 56), 3: (152, 56)})
+# of a consumer and of the producer, by the number of consumers; with a dense cache and with pages, producers need more
+REGISTERS = {2: (240, 24), 3: (160, 32), 4: (112, 32)}
+REGISTERS_CACHE = {2: (232, 40), 3: (152, 56)}
+REGISTERS_PAGES = {2: (224, 56), 3: (152, 56)}
 PER_THREAD_MBARRIERS = (
     1024  # bytes of per-thread mbarriers, which are not in the kernel's own allocation (device.per_thread_mbarrier)
 )
@@ -99,8 +101,9 @@ class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
 
     @property
     def partition_registers(self) -> list[int]:
-        """Registers per thread of the consumers but the first, and of the producer, which needs more for pages."""
-        consumer, producer = REGISTERS[self.cached][self.consumers]
+        """Registers per thread of the consumers but the first, and of the producer."""
+        registers = REGISTERS_PAGES if self.has_pages else REGISTERS_CACHE if self.cached else REGISTERS
+        consumer, producer = registers[self.consumers]
         return [consumer] * (self.consumers - 1) + [producer]
 
     @property
