@@ -17,7 +17,8 @@ HOST = "https://host/repo"
 def test_the_committed_figures_are_those_that_the_tool_draws(tmp_path):
     figures.main([str(tmp_path)])
     drawn = sorted(path.name for path in tmp_path.iterdir())
-    assert drawn == sorted(path.name for path in (ROOT / "docs" / "images").glob("how_*.svg"))
+    images = ROOT / "docs" / "images"
+    assert drawn == sorted(path.name for pattern in ("how_*.svg", "plans_*.svg") for path in images.glob(pattern))
     for name in drawn:
         assert (tmp_path / name).read_text() == (ROOT / "docs" / "images" / name).read_text(), name
 

@@ -1,6 +1,6 @@
-"""Draw the figures of docs/how_it_works.md: boxes and arrows as SVG.
+"""Draw the figures of docs/how_it_works.md, boxes and arrows as SVG, and of plans of context parallelism.
 
-python -m tools.site.figures docs/images        writes how_*.svg
+python -m tools.site.figures docs/images        writes how_*.svg and plans_of_four.svg
 """
 
 from __future__ import annotations
@@ -192,7 +192,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.site.figures", description="figures of docs/how_it_works.md")
     parser.add_argument("folder", type=Path, help="where they go: docs/images")
     folder = parser.parse_args(arguments).folder
-    for name, draw in FIGURES.items():
+    from .plan_figures import plans_of_four
+
+    for name, draw in {**FIGURES, "plans_of_four": plans_of_four}.items():
         (folder / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")
 
 

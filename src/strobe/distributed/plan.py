@@ -256,7 +256,7 @@ class Plan:
         """The plan as text: scheme and reason, balance, bytes, and a picture of rows and keys.
 
         In the picture a line is a rank and a column a part of the sequence: `#` rows that the rank holds, `.` keys that
-        it receives.
+        it receives. The numbers of a rank follow: its rows, and what it receives in a forward.
         """
         s, received = self.sizes, self.bytes_received
         lines = [
@@ -269,7 +269,8 @@ class Plan:
         for rank, runs in enumerate(self.rows):
             needs = without(self.needs[rank // self.heads_size], runs) if self.keys_size > 1 else ()
             mark = lambda column, needs=needs, runs=runs: self._mark(column, runs, needs)
-            lines.append(f"{rank:4} |{''.join(map(mark, range(min(WIDTH, s.seqlen))))}| {size(runs)} rows")
+            held = f"{size(runs)} rows, {received[rank] / 2**20:.2f} MiB"
+            lines.append(f"{rank:4} |{''.join(map(mark, range(min(WIDTH, s.seqlen))))}| {held}")
         return "\n".join(lines)
 
     def _mark(self, column: int, runs: Runs, needs: Runs) -> str:
