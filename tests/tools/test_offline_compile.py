@@ -17,7 +17,9 @@ import triton
 from strobe.kernels.blackwell import kernel as blackwell
 from strobe.kernels.blackwell.traits import TENSOR_COLUMNS
 from strobe.kernels.hopper import kernel as hopper
+from strobe.kernels.hopper import prefill_config
 from strobe.kernels.portable import heuristics
+from strobe.problem.paged import PagedProblem
 from strobe.problem.problem import Problem
 from strobe.selection.select import select
 from tests.case_parts import on_each_commit
@@ -147,6 +149,21 @@ def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
     wanted |= {(tuning, False, True) for tuning in hopper.PIECES.values()}
     wanted |= {(tuning, *band) for _, tuning in hopper.FEW.values() for band in bands}
     assert seen == wanted and early == hopper.EARLY
+
+
+def test_the_hopper_forward_over_caches_compiles_with_each_tiling():
+    """TMA loads, wgmma, and the shared memory that the config says."""
+    seen = set()
+    for unit in UNITS:
+        if unit.family != "hopper.decode" or " prefill" not in unit.case:
+            continue
+        row = RECORDED[(*unit, "forward_kernel")]
+        form = select(PagedProblem.from_call(unit.call), TARGETS[unit.target]).forward.config.form
+        assert row["instructions"]["HGMMA"] > 0 and row["instructions"]["UTMALDG"] > 0 and not row["serialized"], unit
+        assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
+        assert row["warps"] == 4 * form.tuning.consumers + 4, unit
+        seen.add(replace(form.tuning, pack_gqa=1))
+    assert seen == {*prefill_config.TUNINGS.values(), *prefill_config.CAPPED.values()}
 
 
 def test_forwards_with_the_bits_of_a_decode_multiply_as_it_does():

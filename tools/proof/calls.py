@@ -302,6 +302,10 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "paged d192/128 prefill": lambda: _paged(192, tokens=2048, keys=4096)._replace(
         v=torch.empty(256, 16, 8, 128, dtype=torch.bfloat16)
     ),
+    "paged d256/128 prefill": lambda: _paged(256, tokens=2048, keys=4096)._replace(
+        v=torch.empty(256, 16, 8, 128, dtype=torch.bfloat16)
+    ),
+    "paged d256 prefill": lambda: _paged(256, tokens=2048, keys=4096),
     "paged d192 prefill, window": lambda: _paged(192, tokens=2048, keys=4096, left=900),
     "paged d256 prefill, left padded rows": lambda: _paged(
         256, 0, tokens=2048, keys=4096, k_start=torch.zeros(1, dtype=torch.int32)

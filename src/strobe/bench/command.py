@@ -12,7 +12,7 @@ import torch
 
 from ..errors import InvalidProblem
 from ..problem.target import FAKES
-from . import decode, mods, plot, table
+from . import decode, mods, paged, plot, table
 from .cases import Case, on_data, suite
 from .data import NORMAL
 from .rivals import pick
@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> int:
         return _decode(arguments, Options(device, arguments.kernel, rounds))
     if arguments.suite == "mods":
         return _mods(arguments, Options(device, arguments.kernel, rounds))
+    if arguments.suite == "paged":
+        return _paged(arguments, Options(device, arguments.kernel, rounds))
     picture = _picture(arguments)
     if arguments.data != NORMAL and arguments.suite == "cpu":
         raise InvalidProblem(
@@ -177,6 +179,26 @@ def _mods(arguments: argparse.Namespace, options: Options) -> int:
     with ExitStack() as stack:
         followed = table.follow(cases, "bench mods")
         measured = (mods.measure(case, rivals, options) for case in followed)
+        found = list(written(measured, opened(arguments.json, stack)))
+    if arguments.json != "-":
+        table.bench(found)
+    return 0 if all(row["ms"] for row in found) else 1
+
+
+def _paged(arguments: argparse.Namespace, options: Options) -> int:
+    if arguments.graph or arguments.flush or arguments.plot or arguments.data != NORMAL:
+        raise InvalidProblem("--data, --graph, --flush, --plot", "paged", "none of them", "it runs as decode does")
+    cases = paged.suite(arguments.case)
+    if arguments.list:
+        lines = [[c.name, len(c.lengths), sum(c.lengths), sum(c.news), c.page_size, c.fp8] for c in cases]
+        names = json.dumps([case.name for case in cases])
+        heads = ["case", "B", "keys", "tokens", "page", "float8"]
+        print(names) if arguments.json else table.show(heads, lines)
+        return 0
+    rivals = paged.pick([name for name in arguments.rivals.split(",") if name], options.device)
+    with ExitStack() as stack:
+        followed = table.follow(cases, "bench paged")
+        measured = (paged.measure(case, rivals, options) for case in followed)
         found = list(written(measured, opened(arguments.json, stack)))
     if arguments.json != "-":
         table.bench(found)

@@ -19,7 +19,7 @@ from pathlib import Path
 from .. import __version__
 from ..errors import InvalidProblem, UnsupportedProblem
 
-SUITES = ("forward", "backward", "decode", "mods", "distributed", "overhead", "cpu", "roofline")
+SUITES = ("forward", "backward", "decode", "paged", "mods", "distributed", "overhead", "cpu", "roofline")
 MOST_ELEMENTS = 2**59  # per tensor in `explain`: torch counts bytes in 64 bits
 
 
@@ -294,7 +294,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     if (
         name is None
         and device.type == "cpu"
-        and arguments.suite in ("forward", "backward", "decode", "mods")
+        and arguments.suite in ("forward", "backward", "decode", "paged", "mods")
         and not arguments.list
     ):
         raise UnsupportedProblem(

@@ -1,0 +1,236 @@
+"""The paged suite: new tokens of several sequences over a cold paged cache. Rivals read the same keys packed, without
+pages.
+
+As in the decode suite, each contender has several caches, together larger than any L2, and a sample runs over all of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import accumulate
+from math import ceil
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidProblem
+from ..interface import attention as interface_attention
+from ..interface import paged as interface
+from ..kernels.protocol import Cost
+from ..problem.cache import PagedCache, quantize_kv
+from ..selection.select import Choice
+from . import roofline
+from .attempt import Attempt
+from .cases import chosen
+from .decode import COLD_BYTES, _all
+from .run import Contender, Options, _drop_wrong, _short, circumstances, versions_of
+from .timer import Timing, interleave
+
+
+class Rows(NamedTuple):
+    """The tokens and keys of all sequences, packed."""
+
+    q: Tensor  # [T, H_q, D]
+    k: Tensor  # [keys, H_kv, D]
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    most_q: int
+    most_k: int
+
+
+Prepare = Callable[[Rows], Callable[[], Tensor]]
+
+
+@dataclass(frozen=True)
+class PagedBenchCase:
+    """One case: `groups` of sequences as (how many, keys of each, new tokens of each)."""
+
+    name: str
+    groups: tuple[tuple[int, int, int], ...]
+    page_size: int = 16
+    fp8: bool = False
+    heads_q: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def lengths(self) -> list[int]:
+        return [keys for count, keys, _ in self.groups for _ in range(count)]
+
+    @property
+    def news(self) -> list[int]:
+        return [tokens for count, _, tokens in self.groups for _ in range(count)]
+
+    @property
+    def copies(self) -> int:
+        """The number of caches that one sample runs over."""
+        held = 2 * sum(self.lengths) * self.heads_kv * self.head_dim * (1 if self.fp8 else self.dtype.itemsize)
+        return max(1, ceil(COLD_BYTES / held))
+
+    @property
+    def cost(self) -> Cost:
+        """Of the visible pairs, and of reading the keys once."""
+        pairs = sum(new * (keys - new) + new * (new + 1) // 2 for keys, new in zip(self.lengths, self.news))
+        size = self.dtype.itemsize
+        read = 2 * sum(self.lengths) * self.heads_kv * self.head_dim * (1 if self.fp8 else size)
+        rows = 2 * sum(self.news) * self.heads_q * self.head_dim * size
+        return Cost(4.0 * pairs * self.heads_q * self.head_dim, read + rows)
+
+    def inputs(self, device: torch.device, count: int = 1) -> list[tuple[Rows, PagedCache]]:
+        """`count` layers: packed rows and a cache of shuffled pages each. All share one page table and lengths."""
+        draw = torch.Generator(device).manual_seed(0)
+        pages = [ceil(keys / self.page_size) for keys in self.lengths]
+        order = torch.randperm(sum(pages), device=device, generator=draw).to(torch.int32)
+        table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=device)
+        for row, part in zip(table, order.split(pages)):
+            row[: len(part)] = part
+        return [self._layer(draw, table, order.split(pages)) for _ in range(count)]
+
+    def _layer(self, draw: torch.Generator, table: Tensor, pages: tuple[Tensor, ...]) -> tuple[Rows, PagedCache]:
+        device, sizes = table.device, (sum(self.news), sum(self.lengths), sum(self.lengths))
+        heads = (self.heads_q, self.heads_kv, self.heads_kv)
+        q, k, v = (
+            torch.randn(size, count, self.head_dim, device=device, generator=draw).to(self.dtype)
+            for size, count in zip(sizes, heads)
+        )
+        held_k, held_v, *scales = quantize_kv(k, v) if self.fp8 else (k, v, None, None)
+        pools = (self._pooled(t, pages) for t in (held_k, held_v))
+        offsets = (
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+            for counts in (self.news, self.lengths)
+        )
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        rows = Rows(q, k, v, *offsets, max(self.news), max(self.lengths))
+        return rows, PagedCache(*pools, table, lengths, *scales)
+
+    def _pooled(self, t: Tensor, pages: tuple[Tensor, ...]) -> Tensor:
+        stored = t.view(torch.uint8) if self.fp8 else t
+        pool = stored.new_zeros(sum(map(len, pages)), self.page_size, *t.shape[1:])
+        for own, part in zip(pages, stored.split(self.lengths)):
+            room = part.new_zeros(len(own) * self.page_size, *t.shape[1:])
+            room[: len(part)] = part
+            pool[own.long()] = room.view(len(own), self.page_size, *t.shape[1:])
+        return pool.view(t.dtype)
+
+
+SUITE = [
+    *(PagedBenchCase(f"b64_8k_t{tokens}", ((64, 8192, tokens),)) for tokens in (1, 2, 4, 8, 16)),
+    PagedBenchCase("chunk_2k_over_32k", ((1, 34816, 2048),)),
+    PagedBenchCase("chunk_2k_over_32k_pages_of_64", ((1, 34816, 2048),), page_size=64),
+    PagedBenchCase("chunk_2k_over_32k_float8", ((1, 34816, 2048),), fp8=True),
+    PagedBenchCase("4_chunks_1k_over_16k", ((4, 17408, 1024),)),
+    PagedBenchCase("8_prefills_512", ((8, 512, 512),)),
+    PagedBenchCase("56_decodes_8k", ((56, 8192, 1),)),
+    PagedBenchCase("mixed", ((8, 512, 512), (56, 8192, 1))),
+]
+
+
+def suite(patterns: Iterable[str]) -> list[PagedBenchCase]:
+    """The cases whose names match a pattern (fnmatch). Without patterns: all cases. Raises InvalidProblem for a pattern
+    without a match.
+
+    >>> [case.name for case in suite(["b64_8k_t1*"])]
+    ['b64_8k_t1', 'b64_8k_t16']
+    """
+    return chosen(SUITE, list(patterns))
+
+
+# ---------------------------------------------------------------- rivals, over packed keys
+
+
+def _varlen(rows: Rows) -> Callable[[], Tensor]:
+    """strobe.attention_varlen: what pages cost."""
+    offsets = {"cu_seqlens_q": rows.cu_seqlens_q, "cu_seqlens_k": rows.cu_seqlens_k}
+    longest = {"max_seqlen_q": rows.most_q, "max_seqlen_k": rows.most_k}
+    return lambda: interface_attention.attention_varlen(rows.q, rows.k, rows.v, **offsets, **longest, causal=True)
+
+
+def _fa4(rows: Rows) -> Callable[[], Tensor]:
+    cute = import_module("flash_attn.cute")
+    offsets = {"cu_seqlens_q": rows.cu_seqlens_q, "cu_seqlens_k": rows.cu_seqlens_k}
+    longest = {"max_seqlen_q": rows.most_q, "max_seqlen_k": rows.most_k}
+    return lambda: cute.flash_attn_varlen_func(rows.q, rows.k, rows.v, **offsets, **longest, causal=True)[0]
+
+
+RIVALS: dict[str, dict[str, Prepare]] = {"cuda": {"varlen": _varlen, "fa4": _fa4}, "cpu": {"varlen": _varlen}}
+
+
+def pick(names: list[str], device: torch.device) -> dict[str, Prepare]:
+    """The named rivals, or all for this device. Raises InvalidProblem for an unknown name.
+
+    >>> list(pick([], torch.device("cpu")))
+    ['varlen']
+    """
+    known = RIVALS[device.type]
+    for name in names:
+        if name not in known:
+            raise InvalidProblem("rivals", repr(name), f"names among {', '.join(known)}", "separate them by commas")
+    return {name: known[name] for name in names or known}
+
+
+# ---------------------------------------------------------------- one case -> one row
+
+
+def measure(case: PagedBenchCase, rivals: dict[str, Prepare], options: Options) -> dict:
+    """Measure a case with strobe and every rival. "refused" in the row names rivals that cannot run it, with
+    reasons.
+    """
+    on_gpu = options.device.type == "cuda"
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(options.device)) if on_gpu else nullcontext():
+        inputs = case.inputs(options.device, case.copies)
+        keywords = lambda rows: {
+            "cu_seqlens_q": rows.cu_seqlens_q,
+            "max_seqlen_q": rows.most_q,
+            "kernel": options.kernel,
+        }
+        ours = lambda rows, cache: lambda: interface.attention_paged(rows.q, cache, **keywords(rows))
+        refused = dict.fromkeys(rivals, "reads no keys of 8 bits") if case.fp8 else {}
+        ready: dict[str, Contender] = {}
+        for name, prepare in (*((n, p) for n, p in rivals.items() if n not in refused), ("strobe", None)):
+            with Attempt() as attempt:
+                calls = [ours(rows, cache) if prepare is None else prepare(rows) for rows, cache in inputs]
+                ready[name] = Contender(_all(calls, on_gpu), (calls[0](),))
+            if attempt.reason:
+                refused[name] = attempt.reason
+        error = _drop_wrong(ready, refused, case.dtype, "strobe")
+        functions = {name: ready[name].function for name in sorted(ready, key=lambda name: name != "strobe")}
+        times = interleave(functions, options.device, options.rounds, options.sample_ms)
+        rows, cache = inputs[0]
+        choice = interface.explain_paged(rows.q, cache, **keywords(rows)) if "strobe" in times else None
+    return _row(case, choice, times, options) | {"refused": refused, "relative_error": error}
+
+
+def _row(case: PagedBenchCase, choice: Choice | None, times: dict[str, Timing], options: Options) -> dict:
+    """The row, with the fields of `run.measure`. Times are those of one call."""
+    target, work = roofline.ceiling(options.device, case.dtype), case.cost
+    each = {name: Timing(*(ms / case.copies for ms in timing)) for name, timing in times.items()}
+    rivals = {name: _short(timing.median_ms) for name, timing in each.items() if name != "strobe"}
+    row: dict = {"case": case.name, "direction": "paged", "dtype": str(case.dtype).removeprefix("torch.")}
+    row |= dict.fromkeys(("kernel", "config", "ms", "tflops", "percent_of_ceiling", "ratio", "flops", "gbps"))
+    if choice is not None:
+        mine = each["strobe"].median_ms
+        row |= {"kernel": choice.forward.kernel.name, "config": str(choice.forward.config), "ms": _short(mine)}
+        row |= {"flops": work.flops, "tflops": _short(roofline.tflops(work, mine))}
+        row |= {
+            "percent_of_ceiling": _short(roofline.percent(work, target, mine)),
+            "gbps": _short(work.moved_bytes / mine / 1e6),
+            "ratio": _short(min(rivals.values()) / mine) if rivals else None,
+        }
+    row |= {
+        "rivals": rivals,
+        "versions": versions_of(rivals),
+        "spread": {name: [_short(t.low_ms), _short(t.high_ms)] for name, t in each.items()},
+        "timing": "graph" if options.device.type == "cuda" else "eager",
+        "l2": "cold",
+        "caches": case.copies,
+        "rounds": options.rounds,
+    }
+    peaks = {"peak_tflops": _short(target.peak_tflops), "peak_gbps": _short(target.peak_gbps)}
+    return row | peaks | circumstances(options.device)
