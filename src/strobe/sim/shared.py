@@ -160,8 +160,13 @@ class SharedMemory:
                     handle.memory.name, handle.memory.named = self._unique(f"{name}.{field}"), True
 
     def _unique(self, name: str) -> str:
-        """`name`, or name#2 and so on if a function allocates it repeatedly. These names identify agents."""
-        others = {memory.name for memory in self.machine.current.cta.memories}
+        """`name`, or name#2 and so on if a function allocates it repeatedly. These names identify agents.
+
+        Barriers keep the name that their memory had when they were initialised, also if an aggregate renames it.
+        """
+        cta = self.machine.current.cta
+        others = {memory.name for memory in cta.memories}
+        others |= {barrier.name.partition("[")[0] for barrier in cta.barriers.values()}
         return next(one for n in itertools.count(1) if (one := name if n == 1 else f"{name}#{n}") not in others)
 
     # ---- mbarriers
