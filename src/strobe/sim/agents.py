@@ -252,6 +252,7 @@ class Cta:
         self.barriers: dict[int, Barrier] = {}
         self.named_barriers: dict[int, NamedBarrier] = {}
         self.used = {"shared": 0, "tensor": 0}
+        self.most_shared = 0  # bytes in use at once
         self.busy_ns: dict[str, float] = {}  # modelled time until which a unit is busy: tensor core, TMA, cores
         self.cluster: Cluster = Cluster([self])
         # barrier generation at which this CTA arrived and has not waited yet

@@ -22,6 +22,7 @@ class Checks:
         contraction: results that change if the compiler fuses a product into the sum that follows it.
         coverage: tensors that a launch writes without reading: elements that it leaves out, or writes more than once.
         overflow: integers that wrap around.
+        costs: counts sectors, bank conflicts, bytes and occupancy: `Run.costs`. It reports no fault.
         every_config: each configuration of an autotuned kernel runs; otherwise the first does.
         max_iterations: the most iterations of one loop. A loop that runs for more is reported, and the launch ends.
         threads: a load of what another thread of the program has stored to global memory, without a barrier between.
@@ -36,6 +37,7 @@ class Checks:
     overflow: bool = False
     hints: bool = False
     threads: bool = False
+    costs: bool = False
     every_config: bool = False
     max_iterations: int = MAX_ITERATIONS
 

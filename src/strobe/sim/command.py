@@ -87,6 +87,7 @@ def _is_json(path: Path) -> bool:
 
 def _checks(arguments: argparse.Namespace) -> Checks:
     also = [*(arguments.check or ()), *(["atomic_order"] if arguments.ordered else [])]
+    also += ["costs"] if arguments.costs else []
     also += ["every_config"] if arguments.all_configs else []
     return Checks(max_iterations=arguments.max_iterations, **dict.fromkeys(also, True))
 
@@ -111,16 +112,20 @@ def _run(scene: Scene, arguments: argparse.Namespace) -> int:
             place = (report.kind, report.where)
             found.setdefault((*place, numbers[place]), report)
             numbers[place] += 1
+    costs = run.costs  # equal in all runs, unless the kernel depends on the schedule
     if arguments.timeline:
         with simulate(arguments.target, "timed", arguments.seed, **options) as run:
             scene()
         run.save(str(arguments.timeline), f"{scene.path.name}::{scene.function} on {arguments.target}")
     if arguments.json:
         reports = [{"kind": r.kind, "text": r.text, "where": r.where, "count": r.count} for r in found.values()]
-        print(json.dumps({"runs": len(runs), "stats": stats, "reports": reports}, indent=1))
+        counted = {"costs": [vars(row) for row in costs.rows]} if arguments.costs else {}
+        print(json.dumps({"runs": len(runs), "stats": stats, "reports": reports} | counted, indent=1))
     else:
         for report in found.values():
             print(f"- {report}")
+        if arguments.costs:
+            print(costs)
         print(
             f"{_count(len(runs), 'run')}, {_count(len(found), 'finding')}"
             + (f"; timeline in {arguments.timeline}" if arguments.timeline else "")

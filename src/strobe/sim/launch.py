@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .arrays import Array, given, is_array
 from .builder import Builder
 from .checks import USUAL, Checks
+from .costs import Costs, Occupancy
 from .host import answers, capability_of
 from .interpreter import Interpreter
 from .layouts import Layouts
@@ -53,6 +54,7 @@ class Run:
         reports: distinct findings.
         stats: counts of CTAs, scheduler steps, accesses and landed operations.
         events: timeline bars, in mode "timed" only.
+        costs: sectors, bank conflicts, bytes and occupancy, with `Checks(costs=True)` only.
     """
 
     machine: Machine
@@ -66,6 +68,10 @@ class Run:
     @property
     def stats(self) -> dict[str, int]:
         return self.machine.stats
+
+    @property
+    def costs(self) -> Costs:
+        return self.machine.costs
 
     @property
     def events(self) -> list[Event]:
@@ -82,7 +88,7 @@ class Run:
             raise ValueError(
                 f"save: the run was in mode {self.machine.mode!r}; a timeline needs simulate(mode='timed')"
             )
-        save(self.events, path, title)
+        save(self.events, path, title, str(self.costs) if self.machine.checks.costs else "")
 
 
 @contextlib.contextmanager
@@ -202,6 +208,7 @@ class _Launch:
         layouts = _LAYOUTS.get(key) or _LAYOUTS.setdefault(key, Layouts(*key))
         self.builder = Builder(self.machine, parsed, layouts, self.capability)
         self.semantic: Any = (Gluon if self.fn.is_gluon() else Triton)(self.builder)
+        self.machine.warps = parsed.num_warps
         self.machine.begin_launch()
         values = [
             self._argument(parameter.name, bound.arguments[parameter.name], parameter) for parameter in self.fn.params
@@ -209,10 +216,12 @@ class _Launch:
         grid = grid(dict(bound.arguments)) if callable(grid) else grid
         grid = (grid[0] * cluster_size, *grid[1:], 1, 1)[:3]
         self.builder.grid = grid
-        self.machine.warps = parsed.num_warps
         function, interpreter = translated(self.fn), Interpreter(self.semantic)
         values = [interpreter.static(value) if not isinstance(value, base_value) else value for value in values]
         self.machine.run_grid(grid, quiet(lambda: function(interpreter, *values)), cluster_size)
+        if self.machine.checks.costs:
+            taken = self.machine.most_shared, self.machine.most_warps, parsed.maxnreg or 0
+            self.machine.costs.launched(Occupancy.of(self.fn.__name__, self.capability, *taken))
 
     # ---- arguments
 

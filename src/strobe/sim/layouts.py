@@ -143,6 +143,17 @@ class Layouts:
 
         return self.answer(("registers", shape, id(layout), pack), ask)
 
+    def bank_conflicts(self, ty: Any, layout: object, bits: int) -> int:
+        """Extra passes over the banks for each instruction of a load or store, by the compiler's own count. `bits` are
+        those of an element. 0 for a part of an allocation, which the compiler does not count.
+        """
+        shared, alloc_shape = ty.layout
+        shape = list(ty.shape)
+        if list(alloc_shape)[-len(shape) :] != shape or math.prod(shape) < 32:
+            return 0
+        ask = lambda: self.builder.get_shared_bank_conflicts(layout, shared, shape, bits)
+        return self.answer(("conflicts", bits, tuple(shape), id(shared), id(layout)), ask)
+
     def owners(self, shape: tuple, layout: object) -> np.ndarray | None:
         """The thread that holds each element of a tensor, flat: the first of them. None if that is not known."""
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from .agents import Barrier, Cluster, Cta, NamedBarrier, Operation, Partition, Stream
 from .checks import USUAL, Checks
+from .costs import Costs
 from .coverage import Coverage
 from .deadlock import explain
 from .memory import Access, Actor, Clock, Granules, Memory, merge
@@ -57,6 +58,7 @@ class Machine:
         self.storages: list[Memory] = []
         self.coverage = Coverage(self.report)  # of the tensors of a launch
         self.wrapped: dict[str, str] = {}  # operations on int32 that overflowed in this launch, by place
+        self.costs = Costs()
         self.looked_at: set[tuple[object, ...]] = set()  # branches whose other side was looked at in this launch
         self.fuse = False  # whether a product and the sum that follows it are rounded once
         self.loaded_pointers = False  # whether the kernel made pointers from numbers, so that they point anywhere
@@ -78,6 +80,7 @@ class Machine:
     def begin_launch(self) -> None:
         """Forget the arguments of the launch before."""
         self.storages, self.loaded_pointers = [], False
+        self.most_shared, self.most_warps = 0, self.warps  # of a CTA of this launch
         self.coverage, self.wrapped, self.looked_at = Coverage(self.report), {}, set()
 
     # ---- current place and findings
@@ -179,6 +182,7 @@ class Machine:
             reused.clear()
             return reused
         cta.used[space] += charge
+        cta.most_shared = max(cta.most_shared, cta.used["shared"])
         if cta.used[space] > self.limits[space]:
             unit = "bytes" if space == "shared" else "columns"
             self.report(
@@ -462,6 +466,7 @@ class Machine:
         place = self.place()
         workers = [Partition(me.cta, name, warps, me.vector_clock, place, hub, body) for name, warps, body in bodies]
         workers[0].share_queues(me)
+        self.most_warps = max(self.most_warps, self.warps + -(-sum(w.warps for w in workers[1:]) // 4) * 4)
         for worker in workers:
             worker.time_ns = me.time_ns
         me.cta.partitions.extend(workers)
@@ -530,6 +535,7 @@ class Machine:
         return cta
 
     warps = 4  # warps of a CTA's main partition; the launch sets it
+    most_shared, most_warps = 0, 4
 
     def _step(self) -> None:
         self.stats["steps"] += 1
@@ -593,6 +599,7 @@ class Machine:
     def _finish(self, cta: Cta) -> None:
         """The CTA has executed its last instruction: work still in flight is a fault."""
         main = cta.partitions[0]
+        self.most_shared = max(self.most_shared, cta.most_shared)
         self.current = main
         self._check_left(main)
         if self.checks.happens_before:

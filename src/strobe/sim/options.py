@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         help="look for these faults too; repeatable",
     )
     made.add_argument("--cuda", action="store_true", help="serve tensors that the file asks for on cuda from the CPU")
+    made.add_argument("--costs", action="store_true", help="print sectors, bank conflicts, bytes and occupancy")
     made.add_argument("--all-configs", action="store_true", help="run each configuration of autotuned kernels")
     made.add_argument("--fuse", action="store_true", help="round a product and the sum behind it once, as GPUs do")
     made.add_argument(

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
+from .costs import held_by_default, held_by_layout, requests
 from .layouts import Layouts
 from .machine import Machine
 from .memory import Actor, Granules, Memory
@@ -152,6 +153,22 @@ class Pointers:
                     place,
                 )
 
+    def _count(self, what: str, parts: list[Found], addresses: np.ndarray, layout: object) -> None:
+        """Count the requests and sectors of an access (`Checks(costs=True)`)."""
+        machine = self.machine
+        for found in parts:
+            if not addresses.ndim:  # a scalar: one thread stores it, and each warp loads it
+                warps = 1 if what == "global store" else machine.current.warps
+                machine.costs.add(what, machine.place(), found.size, warps, warps)
+                continue
+            if layout is None:
+                held = held_by_default(addresses, found.size, machine.current.warps)
+            else:
+                held = held_by_layout(self.layouts, addresses.shape, layout)
+            flat = addresses.reshape(-1), found.live.reshape(-1)
+            counted = requests(*flat, found.size, held, every_warp=what == "global load")
+            machine.costs.add(what, machine.place(), int(found.live.sum()) * found.size, *counted)
+
     def _synchronise(self, parts: list[Found], order: str, reads: bool, writes: bool) -> None:
         for found in parts:
             self.machine.synchronise(found.memory, found.active, order, reads, writes)
@@ -199,6 +216,8 @@ class Pointers:
         addresses = np.asarray(p.data, np.int64)
         found = self._find(addresses, None if mask is None else mask.data, np.dtype(stored).itemsize, "load")
         self._record(found, False, "volatile load" if volatile else "load", "atomic" if volatile else "generic")
+        if self.machine.checks.costs:
+            self._count("global load", found, addresses, p.layout)
         if self.machine.checks.threads:
             for part in found:
                 threads = threads_of(self.layouts, addresses.shape, p.layout) if addresses.ndim else np.array([-1])
@@ -222,6 +241,8 @@ class Pointers:
         found = self._find(np.asarray(p.data, np.int64), None if mask is None else mask.data, BYTES[elem], "store")
         bits = np.broadcast_to(to_bits(value.data, elem), np.shape(p.data))
         self._record(found, True, "store", bits=bits)
+        if self.machine.checks.costs:
+            self._count("global store", found, np.asarray(p.data, np.int64), p.layout)
         self._among_threads(found, bits, p.layout)
         self._put(found, bits, STORED[elem])
 
@@ -273,6 +294,8 @@ class Pointers:
         stored, operand = STORED[elem], np.broadcast_to(np.asarray(operand), addresses.shape)
         expected = np.broadcast_to(to_bits(expected, elem), addresses.shape)
         self._record(parts, True, "atomic", "atomic", sums(op, elem))
+        for found in parts if self.machine.checks.costs else ():
+            self.machine.costs.add("global atomic", self.machine.place(), int(found.live.sum()) * found.size)
         self.machine.threads_meet()
         apply = _ATOMIC["XCHG" if op == "CAS" else op]
         self.machine.preempt()
@@ -428,6 +451,8 @@ class Pointers:
         p = self.machine.current
         mask = desc.memory.mask_of(desc.view[source])
         proxy, adds = "atomic" if reduces else "generic", bool(reduces) and sums(reduces.name, desc.elem)
+        if self.machine.checks.costs:
+            self.machine.costs.add("TMA store" if write else "TMA load", self.machine.place(), desc.view[source].nbytes)
         self.machine.access(
             desc.memory, mask, write, Actor(p.agent, p.clock, p.vector_clock, proxy, what, self.machine.place(), adds)
         )

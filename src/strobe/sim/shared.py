@@ -44,6 +44,7 @@ class SharedMemory:
     _find: Callable[..., list[Found]]
     _fetch: Callable[..., np.ndarray]
     _record: Callable[..., None]
+    _count: Callable[..., None]
     check_corner: Callable[..., None]
 
     # ---- allocations and views
@@ -67,6 +68,8 @@ class SharedMemory:
         window = self.window(window)
         self.machine.threads_meet()
         bits = to_bits(value.data, window.elem)
+        if self.machine.checks.costs:
+            self._count_shared("store", window, value.layout)
         self.machine.touch(window.memory, window.view, True, what or f"store to {window.label}")
         window.view[...] = bits
         self.machine.preempt()
@@ -74,10 +77,20 @@ class SharedMemory:
     def _read(self, ty: Type, window: Where) -> Value:
         window = self.window(window)
         self.machine.threads_meet()
+        if self.machine.checks.costs:
+            self._count_shared("load", window, ty.layout)
         self.machine.touch(window.memory, window.view, False, f"load of {window.label}")
         data = from_bits(window.view, window.elem)
         self.machine.preempt()
         return Value(data, window.elem, ty.layout)
+
+    def _count_shared(self, verb: str, window: Window, layout: object) -> None:
+        """Count the bytes and bank conflicts of an access (`Checks(costs=True)`)."""
+        machine, conflicts = self.machine, 0
+        if window.memory.space == "shared" and layout is not None:
+            conflicts = self.layouts.bank_conflicts(window.type, layout, 8 * window.view.dtype.itemsize)
+        kind = {"shared": "shared", "tensor": "tensor memory"}[window.memory.space]
+        machine.costs.add(f"{kind} {verb}", machine.place(), window.view.nbytes, conflicts=conflicts)
 
     create_local_store = _write
     create_local_load = _read
@@ -282,6 +295,8 @@ class SharedMemory:
             machine.access(desc.memory, desc.memory.mask_of(source), False, read)
         vector_clock[agent] = number
         p.tick()
+        if machine.checks.costs:
+            machine.costs.add("TMA load", place, source.nbytes)
         _poison(target)
         _, ready = machine.occupy("TMA", p.time_ns, target.view.nbytes / TMA_BYTES_PER_NS)
         operation = Operation(agent, what, place, lambda: None, ready + TMA_LATENCY_NS)
@@ -341,6 +356,8 @@ class SharedMemory:
             proxy, adds = "async atomic" if reduces else "async", bool(reduces) and sums(reduces.name, desc.elem)
             actor = Actor(writes.agent, writes.issued, p.vector_clock, proxy, what, place, adds)
             machine.access(desc.memory, desc.memory.mask_of(desc.view[where]), True, actor)
+            if machine.checks.costs:
+                machine.costs.add("TMA store", place, desc.view[where].nbytes)
         p.tick()
         _, ready = machine.occupy("TMA", p.time_ns, source.view.nbytes / TMA_BYTES_PER_NS)
         machine.event("TMA", "store", what, p.time_ns, ready + TMA_LATENCY_NS)
@@ -402,6 +419,8 @@ class SharedMemory:
             "cp.async",
         )
         self._record(found, False, what)
+        if machine.checks.costs:
+            self._count("global load", found, np.asarray(pointer.data, np.int64), pointer.layout)
         bits = self._fetch(found, np.shape(pointer.data), target.view.dtype, 0)
         _poison(target)
         p.open_copies.append(lambda: target.view.__setitem__(..., bits))

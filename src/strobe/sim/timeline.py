@@ -75,7 +75,7 @@ Lanes = list[list[Event]]
 # ---------------------------------------------------------------- public functions
 
 
-def chrome_trace(events: Iterable[Event], title: str) -> str:
+def chrome_trace(events: Iterable[Event], title: str, costs: str = "") -> str:
     """JSON for ui.perfetto.dev or chrome://tracing: one process per CTA and one thread per row, in order of appearance.
 
     Perfetto drops overlapping slices of a thread that do not nest (github.com/google/perfetto/issues/4280), so each
@@ -96,7 +96,7 @@ def chrome_trace(events: Iterable[Event], title: str) -> str:
                 "thread", {"pid": cta + 1, "tid": thread}, row if depth == 1 else f"{row} ({depth})", thread
             )
             records += [_complete(event, thread) for event in lane]
-    about = {"title": title, "time": MODELLED}
+    about = {"title": title, "time": MODELLED} | ({"costs": costs} if costs else {})
     return json.dumps({"displayTimeUnit": "ns", "otherData": about, "traceEvents": records}, separators=(",", ":"))
 
 
@@ -112,15 +112,21 @@ def svg(
     return _render("timeline.svg.jinja", _draw(list(events), title, ctas, span_ns, _WIDE), title)
 
 
-def save(events: Iterable[Event], path: str | Path, title: str) -> None:
-    """Write `path` in the format of its suffix: .json a trace, .svg an image, .html a scrolling page."""
+def save(events: Iterable[Event], path: str | Path, title: str, costs: str = "") -> None:
+    """Write `path` in the format of its suffix: .json a trace, .svg an image, .html a page.
+
+    The page fits the window or scrolls, shows `costs` below, and opens its trace in Perfetto.
+    """
     events, path = list(events), Path(path)
     if path.suffix == ".json":
-        text = chrome_trace(events, title)
+        text = chrome_trace(events, title, costs)
     elif path.suffix == ".svg":
         text = svg(events, title)
     elif path.suffix == ".html":
-        text = _render("timeline.html.jinja", _draw(events, title, None, None, _WIDEST), title)
+        trace = chrome_trace(events, title, costs).replace("</", "<\\/")  # no tag may end the script that holds it
+        text = _render(
+            "timeline.html.jinja", _draw(events, title, None, None, _WIDEST), title, costs=costs, trace=trace
+        )
     else:
         remedy = ".json opens in Perfetto, the others in a browser"
         raise ValueError(f"path: got {path.name}, expected a name that ends in .json, .svg or .html; {remedy}")
@@ -479,8 +485,9 @@ def _tooltip(event: Event) -> str:
 # ---------------------------------------------------------------- the templates
 
 
-def _render(template: str, drawing: _Drawing, title: str) -> str:
-    return _templates().get_template(template).render(drawing=drawing, title=title, colours=COLOURS, dark=DARK)
+def _render(template: str, drawing: _Drawing, title: str, **more: str) -> str:
+    made = _templates().get_template(template)
+    return made.render(drawing=drawing, title=title, colours=COLOURS, dark=DARK, **more)
 
 
 @cache
