@@ -12,7 +12,7 @@ import strobe
 from strobe.distributed import Plan, context_parallel
 from strobe.distributed.runs import Runs, without
 
-from .figures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, STRONG, Figure
+from .figure import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, STRONG, Figure
 
 RANKS, SEQLEN = 4, 65536
 COLORS = BLUE, GREEN, ORANGE, PURPLE
