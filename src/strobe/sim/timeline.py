@@ -115,7 +115,8 @@ def svg(
 def save(events: Iterable[Event], path: str | Path, title: str, costs: str = "") -> None:
     """Write `path` in the format of its suffix: .json a trace, .svg an image, .html a page.
 
-    The page fits the window or scrolls, shows `costs` below, and opens its trace in Perfetto.
+    The page shows all of the run in the window, or scrolls through it, has `costs` below, and opens its trace in
+    Perfetto.
     """
     events, path = list(events), Path(path)
     if path.suffix == ".json":
@@ -124,9 +125,8 @@ def save(events: Iterable[Event], path: str | Path, title: str, costs: str = "")
         text = svg(events, title)
     elif path.suffix == ".html":
         trace = chrome_trace(events, title, costs).replace("</", "<\\/")  # no tag may end the script that holds it
-        text = _render(
-            "timeline.html.jinja", _draw(events, title, None, None, _WIDEST), title, costs=costs, trace=trace
-        )
+        long, whole = (_draw(events, title, None, None, width) for width in (_WIDEST, _WIDE))
+        text = _render("timeline.html.jinja", long, title, whole=whole, costs=costs, trace=trace)
     else:
         remedy = ".json opens in Perfetto, the others in a browser"
         raise ValueError(f"path: got {path.name}, expected a name that ends in .json, .svg or .html; {remedy}")
@@ -485,7 +485,7 @@ def _tooltip(event: Event) -> str:
 # ---------------------------------------------------------------- the templates
 
 
-def _render(template: str, drawing: _Drawing, title: str, **more: str) -> str:
+def _render(template: str, drawing: _Drawing, title: str, **more: str | _Drawing) -> str:
     made = _templates().get_template(template)
     return made.render(drawing=drawing, title=title, colours=COLOURS, dark=DARK, **more)
 
