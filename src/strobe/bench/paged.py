@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,15 +100,12 @@ class PagedBenchCase:
             torch.randn(size, count, self.head_dim, device=device, generator=draw).to(self.dtype)
             for size, count in zip(sizes, heads)
         )
-        held_k, held_v, *scales = quantize_kv(k, v) if self.fp8 else (k, v, None, None)
-        pools = (self._pooled(t, pages) for t in (held_k, held_v))
-        offsets = (
-            torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
-            for counts in (self.news, self.lengths)
-        )
-        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
-        rows = Rows(q, k, v, *offsets, max(self.news), max(self.lengths))
-        return rows, PagedCache(*pools, table, lengths, *scales)
+        held_k, held_v, k_scale, v_scale = quantize_kv(k, v) if self.fp8 else (k, v, None, None)
+        pool_k, pool_v = (self._pooled(t, pages) for t in (held_k, held_v))
+        int32 = lambda counts: torch.tensor(counts, dtype=torch.int32, device=device)
+        offsets_q, offsets_k = (int32([0, *accumulate(counts)]) for counts in (self.news, self.lengths))
+        rows = Rows(q, k, v, offsets_q, offsets_k, max(self.news), max(self.lengths))
+        return rows, PagedCache(pool_k, pool_v, table, int32(self.lengths), k_scale, v_scale)
 
     def _pooled(self, t: Tensor, pages: tuple[Tensor, ...]) -> Tensor:
         stored = t.view(torch.uint8) if self.fp8 else t
@@ -145,18 +142,20 @@ def suite(patterns: Iterable[str]) -> list[PagedBenchCase]:
 # ---------------------------------------------------------------- rivals, over packed keys
 
 
+def _keywords(rows: Rows) -> dict[str, Any]:
+    offsets = {"cu_seqlens_q": rows.cu_seqlens_q, "cu_seqlens_k": rows.cu_seqlens_k}
+    return {**offsets, "max_seqlen_q": rows.most_q, "max_seqlen_k": rows.most_k, "causal": True}
+
+
 def _varlen(rows: Rows) -> Callable[[], Tensor]:
     """strobe.attention_varlen: what pages cost."""
-    offsets = {"cu_seqlens_q": rows.cu_seqlens_q, "cu_seqlens_k": rows.cu_seqlens_k}
-    longest = {"max_seqlen_q": rows.most_q, "max_seqlen_k": rows.most_k}
-    return lambda: interface_attention.attention_varlen(rows.q, rows.k, rows.v, **offsets, **longest, causal=True)
+    call: Any = interface_attention.attention_varlen
+    return lambda: call(rows.q, rows.k, rows.v, **_keywords(rows))
 
 
 def _fa4(rows: Rows) -> Callable[[], Tensor]:
     cute = import_module("flash_attn.cute")
-    offsets = {"cu_seqlens_q": rows.cu_seqlens_q, "cu_seqlens_k": rows.cu_seqlens_k}
-    longest = {"max_seqlen_q": rows.most_q, "max_seqlen_k": rows.most_k}
-    return lambda: cute.flash_attn_varlen_func(rows.q, rows.k, rows.v, **offsets, **longest, causal=True)[0]
+    return lambda: cute.flash_attn_varlen_func(rows.q, rows.k, rows.v, **_keywords(rows))[0]
 
 
 RIVALS: dict[str, dict[str, Prepare]] = {"cuda": {"varlen": _varlen, "fa4": _fa4}, "cpu": {"varlen": _varlen}}
@@ -183,14 +182,15 @@ def measure(case: PagedBenchCase, rivals: dict[str, Prepare], options: Options) 
     reasons.
     """
     on_gpu = options.device.type == "cuda"
+    keywords: Callable[[Rows], dict[str, Any]] = lambda rows: {
+        "cu_seqlens_q": rows.cu_seqlens_q,
+        "max_seqlen_q": rows.most_q,
+        "kernel": options.kernel,
+    }
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(options.device)) if on_gpu else nullcontext():
         inputs = case.inputs(options.device, case.copies)
-        keywords = lambda rows: {
-            "cu_seqlens_q": rows.cu_seqlens_q,
-            "max_seqlen_q": rows.most_q,
-            "kernel": options.kernel,
-        }
-        ours = lambda rows, cache: lambda: interface.attention_paged(rows.q, cache, **keywords(rows))
+        call: Any = interface.attention_paged
+        ours = lambda rows, cache: lambda: call(rows.q, cache, **keywords(rows))
         refused = dict.fromkeys(rivals, "reads no keys of 8 bits") if case.fp8 else {}
         ready: dict[str, Contender] = {}
         for name, prepare in (*((n, p) for n, p in rivals.items() if n not in refused), ("strobe", None)):
