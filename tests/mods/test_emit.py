@@ -70,3 +70,15 @@ def test_sums_for_gradients_skip_what_changes_nothing():
     assert "tl.where(dscore == 0" not in added
     scaled = emit.backward_text(ScoreMod(lambda s, b, h, q, k: s * weight[h]).bind(True).gradient)
     assert "tl.where(dscore == 0, 0.0" in scaled
+
+
+def test_values_are_computed_before_their_first_use():
+    """Sums that read the score come first, and what the function returns last: fewer tiles are alive at a time."""
+    rows, weight = torch.zeros(64, requires_grad=True), torch.ones((), requires_grad=True)
+    text = emit.backward_text(ScoreMod(lambda s, b, h, q, k: s * weight + rows[q] * 0.5).bind(True).gradient)
+    lines = [line.strip() for line in text.split("\n")[2:]]
+    first, second = (n for n, line in enumerate(lines) if line.startswith("tl.atomic_add"))
+    assert any("dscore * score" in line for line in lines[:first])
+    assert any("dscore * (0.5)" in line for line in lines[first:second])
+    returned = lines[-1].removeprefix("return ")
+    assert lines[-2].startswith(f"{returned} = dscore * ")

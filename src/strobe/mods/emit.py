@@ -162,7 +162,7 @@ def _function(
     places = _Places(program, packed)
     ranges = node_bounds(program, {one: _POSITION for one in ("b", "h", "q", "k")})
     names: list[str] = []
-    lines: list[str] = []
+    statements: dict[int, str] = {}
     for n, node in enumerate(program.nodes):
         words = _cast_apart(node, names, program) or _words(
             node, [names[arg] for arg in node.args], program, places, [ranges[arg] for arg in node.args]
@@ -171,10 +171,31 @@ def _function(
             names.append(words)  # a name or a Python number: no statement of its own
         else:
             names.append(f"v{n}")
-            lines.append(f"v{n} = {words}")
-    lines += _scatters(program, names, places, ranges, keys_aligned) if adds else []
+            statements[n] = f"v{n} = {words}"
+    lines: list[str] = []
+    # each value is computed before its first use, so that few are alive at a time; those of the score first
+    for nodes, added in _scatters(program, names, places, ranges, keys_aligned) if adds else []:
+        lines += [*_needed(program, nodes, statements), *added]
+    lines += _needed(program, program.outputs[:1], statements)
     lines.append(f"return {_result(program, names)}")
     return "\n".join(("@triton.jit", f"def {name}({arguments}):", *(f"    {line}" for line in lines)))
+
+
+def _needed(program: Program, nodes: Sequence[int], statements: dict[int, str]) -> list[str]:
+    """The statements of nodes and of what they depend on, taken out of `statements`."""
+    wanted = _sources(program, nodes)
+    return [statements.pop(n) for n in sorted(wanted & statements.keys())]
+
+
+def _sources(program: Program, nodes: Sequence[int]) -> set[int]:
+    """Nodes and what they depend on."""
+    found, stack = set(), [*nodes]
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack += program.nodes[n].args
+    return found
 
 
 def _cast_apart(node: Node, names: Sequence[str], program: Program) -> str | None:
@@ -283,13 +304,14 @@ def _address(at: int, indices: list[str], ranges: list[Interval], step: int, siz
 
 def _scatters(
     program: Program, names: list[str], places: _Places, ranges: list[Interval], keys_aligned: bool
-) -> list[str]:
-    """Statements that add to gradients. Elements that a query does not see arrive with dscore 0 and add 0.
+) -> list[tuple[list[int], list[str]]]:
+    """(nodes, statements that add to a gradient from them) for each gradient. Elements that a query does not see arrive
+    with dscore 0 and add 0.
 
     Elements that go to one place are summed before: all queries, and 16 keys, where no index depends on them, or as
     many as have the same indices. Sums of 16 keys stay within a warp.
     """
-    lines: list[str] = []
+    found: list[tuple[list[int], list[str]]] = []
     results = iter(program.outputs[1:])
     tile = "(q_idx * 0 + kv_idx * 0)"
     for n, (scatter, at) in enumerate(zip(program.scatters, places.gradients)):
@@ -299,7 +321,7 @@ def _scatters(
         keys, queries = (
             min([MOST_SUMMED + 1, *(_constant_over(program, name)[i] for i in indices)]) for name in ("k", "q")
         )
-        words, sum_of = [names[i] for i in indices], f"sum{n}"
+        words, sum_of, lines = [names[i] for i in indices], f"sum{n}", []
         if not _vanishes(program, at_value):
             value = f"tl.where(dscore == 0, 0.0, {value})"
         lines.append(
@@ -316,13 +338,14 @@ def _scatters(
             lines.append(f"{sum_of} = tl.sum(tl.sum(tl.reshape({sum_of}, {shape}), 3), 1)")
         address = _address(at, words, [ranges[i] for i in indices], 1, places.tensors[scatter.tensor])
         lines.append(f'tl.atomic_add({address} + tl.where({sum_of} == 0, 0, 0), {sum_of}, sem="relaxed")')
-    return lines
+        found.append(([at_value, *indices], lines))
+    reads_score = lambda nodes: any(program.nodes[n].value == "score" for n in _sources(program, nodes))
+    return sorted(found, key=lambda one: not reads_score(one[0]))
 
 
 def _reads_grad(program: Program, at: int) -> bool:
     """Whether a node has the shape of dscore."""
-    node = program.nodes[at]
-    return node.value == "grad" if node.op == "input" else any(_reads_grad(program, arg) for arg in node.args)
+    return any(program.nodes[n].value == "grad" for n in _sources(program, [at]))
 
 
 def _vanishes(program: Program, at: int) -> bool:
