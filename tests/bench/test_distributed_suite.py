@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
+from strobe.bench.rings import RINGS
 from strobe.cli.main import main
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_distributed_suite_lists_its_cases(capsys):
@@ -38,3 +42,24 @@ def test_causal_attention_is_measured_beside_a_ring(capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     (ring,) = (row for row in rows if row["contender"] == "zigzag, strobe")
     assert ring["forward"] > 0 if importlib.util.find_spec("ring_flash_attn") else "ring_flash_attn" in ring["why"]
+
+
+@pytest.mark.parametrize("name", ["distributed", "distributed_two"])
+def test_published_figures_stand_in_the_results(name):
+    """Each line of the tables of docs/results.md is a case of a file of rows."""
+    section = (ROOT / "docs" / "results.md").read_text().split("## Four GPUs")[1].split("\n## ")[0]
+    tables = section.split("| case |")[1:]
+    lines = [line.strip("| ").split(" | ") for line in tables[name.endswith("two")].splitlines() if "k |" in line]
+    rows = [json.loads(line) for line in (ROOT / "results" / f"{name}.jsonl").read_text().splitlines()]
+    found = {(row["case"], row["contender"]): row for row in rows if row["forward"]}
+    cases = {"causal": "causal", "documents of 2k": "documents_2k", "window of 1,024": "window_1024"}
+    for kind, tokens, *cells in lines:
+        case = f"causal_{tokens}" if kind == "causal" else cases[kind]
+        expected = []
+        for contender in ("one GPU", "keys", "heads", *RINGS):
+            row = found.get((case, contender))
+            expected.append(f"{row['forward']:.0f}, {row['backward']:.0f}" if row else "-")
+            if contender in ("keys", "heads"):
+                expected.append(f"{row['forward_share']:.2f}, {row['backward_share']:.2f}" if row else "-")
+        assert cells == expected
+    assert len(lines) == 4

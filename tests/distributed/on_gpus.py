@@ -279,13 +279,14 @@ def _killed(rank: int, world: int, folder: str) -> None:
 
 def _check_killed(world: int, folder: str) -> int:
     """0 if every rank that is left ends by itself, with an error."""
+    os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
     began = time.monotonic()
     started = spawn(_killed, args=(world, folder), nprocs=world, join=False)
     processes: list = list(started.processes) if started else []
     processes[-1].join(60)
     died = time.monotonic()
     for process in processes[:-1]:
-        process.join(max(0.1, died + 3 * TIMEOUT.total_seconds() - time.monotonic()))
+        process.join(max(0.1, died + 4 * TIMEOUT.total_seconds() - time.monotonic()))
     codes = [process.exitcode for process in processes]
     holds = codes[-1] == 9 and all(code not in (None, 0) for code in codes[:-1])
     seconds = f"{time.monotonic() - died:.1f} s after the death, {time.monotonic() - began:.1f} s in all"

@@ -1,4 +1,4 @@
-"""Name the commits of rows that were measured on files without git's history.
+"""Name the commits of rows that were measured on files without git's history, or with another's.
 
     python -m tools.proof.commits results/distributed.jsonl
 
@@ -25,10 +25,10 @@ def commit_of(source_tree: str) -> str | None:
 
 
 def named(line: str, known: dict[str, str | None]) -> str:
-    """A row with its commit, if it names none and there is one. known: commits found so far, by tree."""
+    """A row with the commit of its tree, if it names none or one of another tree. known: commits by tree."""
     row = json.loads(line)
     tree = row.get("source_tree")
-    if row.get("commit") or not tree:
+    if not tree or (row["commit"] and _git("rev-parse", f"{row['commit']}:src/strobe").startswith(tree)):
         return line
     if tree not in known:
         known[tree] = commit_of(tree)

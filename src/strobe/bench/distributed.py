@@ -113,7 +113,7 @@ def _process(rank: int, count: int, kind: str, names: list[str], folder: str) ->
         for row in _rows(case, count, device):
             if rank == 0:
                 with (Path(folder) / "rows").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                    file.write(json.dumps(row | {"processes": count}) + "\n")
     dist.barrier()
     os._exit(0)  # the process group's threads may outlive Python's own end
 
