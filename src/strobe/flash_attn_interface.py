@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .compat.descales import Descales, dequantized
 from .compat.kvcache import Cache, forward_cached, forward_packed
 from .compat.seqused import Used, backward_used, forward_used
 from .compat.signatures import Setting, applied, attend, combine, forward, refuse, softmax_d, unpacked, write
@@ -30,11 +31,8 @@ def flash_attn_func(
 
     q is [B, S_q, H_q, D], k and v are [B, S_k, H_kv, D]; out is like q. With return_attn_probs: (out, softmax_lse).
     """
-    refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa, sm_margin=sm_margin,
-    )  # fmt: skip
+    refuse(qv=qv, attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
+    q, k, v = dequantized((q, k, v), Descales(q_descale, k_descale, v_descale))
     setting = Setting(softmax_scale, causal, window_size, softcap, deterministic)
     return (forward if return_attn_probs else attend)(q, k, v, setting)
 
@@ -83,10 +81,9 @@ def flash_attn_varlen_func(
     q is [T_q, H_q, D], k and v are [T_k, H_kv, D], cu_seqlens int32 [n + 1]. seqused_q and seqused_k, int32 [n], limit
     each sequence to its first rows and keys. Other rows get out 0 and lse -inf.
     """
-    refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin,
-    )  # fmt: skip
+    refuse(qv=qv, attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
+    offsets = cu_seqlens_q, cu_seqlens_k
+    q, k, v = dequantized((q, k, v), Descales(q_descale, k_descale, v_descale), offsets)
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     setting, used = (
         Setting(softmax_scale, causal, window_size, softcap, deterministic, packing=packing),
@@ -113,8 +110,10 @@ def flash_attn_with_kvcache(
     With cu_seqlens_q, int32 [B + 1], q is packed, [T, H_q, D], and k and v are [T_new, H_kv, D] with cu_seqlens_k_new;
     the result is [T, H_q, D]. A sequence with more queries than max_seqlen_q is NaN.
 
-    rotary_seqlens, int32 [B], is the rotary position of the first new key; None means cache_seqlens. Packed queries
-    take no rotary embedding.
+    rotary_seqlens, int32 [B], is the rotary position of the first new key; None means cache_seqlens.
+
+    A cache in float8_e4m3fn is read in 8 bits. q_descale, k_descale and v_descale are float32 [B, H_kv]; q in 8 bits
+    is converted to bfloat16, and so is out.
 
     >>> pages, q = torch.zeros(2, 16, 2, 16), torch.randn(1, 1, 2, 16)
     >>> table, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
@@ -125,14 +124,12 @@ def flash_attn_with_kvcache(
     True
     """
     refuse(
-        qv=qv,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
-        scheduler_metadata=scheduler_metadata, num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin,
+        qv=qv, attention_chunk=attention_chunk, scheduler_metadata=scheduler_metadata, num_splits=num_splits,
+        pack_gqa=pack_gqa, sm_margin=sm_margin,
     )  # fmt: skip
     cache = Cache(
         k_cache, v_cache, cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx,
-        cache_leftpad, page_table, "page_table",
-        rotary_seqlens,
+        cache_leftpad, page_table, "page_table", rotary_seqlens, Descales(q_descale, k_descale, v_descale),
     )  # fmt: skip
     setting = Setting(softmax_scale, causal, window_size, softcap)
     if cu_seqlens_q is not None:
@@ -198,30 +195,34 @@ def _flash_attn_forward(
     >>> [list(t.shape) for t in _flash_attn_forward(q, q, q, causal=True)]
     [[1, 5, 2, 16], [1, 2, 5], [0], [0]]
 
-    Without cu_seqlens, runs as `flash_attn_with_kvcache` if there are new keys, pages, kv_batch_idx, leftpad_k, rotary
-    embeddings, or seqused_k without seqused_q.
+    Without cu_seqlens_k, runs as `flash_attn_with_kvcache` if there are new keys, pages, kv_batch_idx, leftpad_k,
+    rotary embeddings, or seqused_k without seqused_q.
     """
     refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        scheduler_metadata=scheduler_metadata, pack_gqa=pack_gqa, sm_margin=sm_margin,
+        qv=qv, attention_chunk=attention_chunk, num_splits=num_splits, scheduler_metadata=scheduler_metadata,
+        pack_gqa=pack_gqa, sm_margin=sm_margin,
     )  # fmt: skip
+    descales = Descales(q_descale, k_descale, v_descale)
     setting = Setting(softmax_scale, causal, (window_size_left, window_size_right), softcap)
     cached = any(one is not None for one in (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin))
-    if cu_seqlens_q is None and cu_seqlens_k is None and (cached or (seqused_k is not None and seqused_q is None)):
-        refuse(seqused_q=seqused_q, cu_seqlens_k_new=cu_seqlens_k_new)
+    if cu_seqlens_k is None and (cached or (seqused_k is not None and seqused_q is None)):
+        refuse(seqused_q=seqused_q)
         cache = Cache(
             k, v, seqused_k, k_new, v_new, rotary_cos, rotary_sin, rotary_interleaved, kv_batch_idx, leftpad_k,
-            page_table, "page_table",
-            seqlens_rotary,
+            page_table, "page_table", seqlens_rotary, descales,
         )  # fmt: skip
-        found = forward_cached(q, cache, setting)
+        if cu_seqlens_q is None:
+            refuse(cu_seqlens_k_new=cu_seqlens_k_new)
+            found = forward_cached(q, cache, setting)
+        else:
+            found = forward_packed(q, cache, setting, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q)
     else:
         refuse(
             page_table=page_table, kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, k_new=k_new, v_new=v_new,
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin, cu_seqlens_k_new=cu_seqlens_k_new, seqlens_rotary=seqlens_rotary,
         )  # fmt: skip
+        q, k, v = dequantized((q, k, v), descales, (cu_seqlens_q, cu_seqlens_k))
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             setting = setting._replace(packing=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
         found = forward_used(q, k, v, setting, Used(seqused_q, seqused_k))

@@ -11,7 +11,7 @@ import strobe
 import strobe.cute as fa4
 import strobe.flash_attn as fa2
 import strobe.flash_attn_interface as fa3
-from strobe.compat import kvcache
+from strobe.compat import block_table
 from strobe.compat.seqused import Used, backward_used, forward_used
 from strobe.compat.signatures import Setting
 from strobe.cute import interface as fa4_private
@@ -388,7 +388,7 @@ def test_pages_hold_what_seqused_k_says():
     found = fa2_private._flash_attn_varlen_forward(
         q, k, v, offsets, _ints([0, 8, 16]), 3, 8, *given, block_table=table, seqused_k=used
     )[0]
-    wanted, _ = kvcache.forward_paged(
+    wanted, _ = block_table.forward_paged(
         q, k, v, Setting(8**-0.5, True, packing=(offsets, _ints([0, 5, 12]), 3, 8)), table
     )
     torch.testing.assert_close(found, wanted)

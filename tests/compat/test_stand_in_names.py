@@ -299,8 +299,11 @@ def test_fa3s_private_forward_over_everything():
     assert torch.equal(caches[0][0], caches[1][0]) and not torch.equal(caches[0][0], k)
     out = fa3._flash_attn_forward(q, k, k, seqused_k=lengths, causal=True)[0]
     assert torch.equal(out, fa3.flash_attn_with_kvcache(q, k, k, cache_seqlens=lengths, causal=True))
+    packed = {"cu_seqlens_q": _offsets(0, 3), "page_table": _offsets(0)[None], "max_seqlen_q": 3}
+    out = fa3._flash_attn_forward(q[0], k, k, **packed)[0]
+    assert torch.equal(out, fa3.flash_attn_with_kvcache(q[0], k, k, **packed))
     with pytest.raises(NotImplementedError, match=r"^page_table: "):
-        fa3._flash_attn_forward(q[0], k, k, cu_seqlens_q=_offsets(0, 3), page_table=_offsets(0)[None], max_seqlen_q=3)
+        fa3._flash_attn_forward(q[0], k, k, cu_seqlens_k=_offsets(0, 8), **packed)
 
 
 def test_fa3s_private_backward_is_autograds():

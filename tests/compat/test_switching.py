@@ -156,8 +156,20 @@ def _returns(library: Library):
 def _types(library: Library):
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         assert library.dense(*_tensors(dtype=dtype))[0].dtype == dtype
+    eight = [t.to(torch.float8_e4m3fn) for t in _tensors()]
+    if library.module is fa3:
+        assert torch.equal(library.dense(*eight)[0], library.dense(*(t.bfloat16() for t in eight))[0])
+        return
     with pytest.raises(ValueError, match=r"^q: "):
-        library.dense(*(t.to(torch.float8_e4m3fn) for t in _tensors()))
+        library.dense(*eight)
+
+
+def _descales(library: Library):
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in _tensors())
+    scale = torch.tensor([[0.5, 2.0]])
+    wide = [(t.float() * scale.repeat_interleave(t.shape[2] // 2, 1)[:, None, :, None]).bfloat16() for t in (q, k, v)]
+    out = library.module.flash_attn_func(q, k, v, q_descale=scale, k_descale=scale, v_descale=scale)
+    assert torch.equal(out, library.dense(*wide)[0])
 
 
 def _devices(library: Library):
@@ -302,15 +314,14 @@ def _indexed(library: Library):
         library.dense(q, k[:, 2:], v[:, 2:], causal=True)[0],
         atol=1e-6,
     )
-    both, word = (
-        {"cache_batch_idx": index - 1, "cache_leftpad": start},
-        "block_table" if library.module is fa2 else "page_table",
-    )
-    for given, name in ((both, "cache_leftpad"), ({**both, word: table}, "cache_leftpad")):
-        with pytest.raises(NotImplementedError, match=f"^{name}: "):
-            decode(q, k, v, **given)
-    with pytest.raises(NotImplementedError, match=r"^cache_batch_idx: "):
-        decode(q, k, v, cache_batch_idx=index - 1, **{word: table})
+    word = "block_table" if library.module is fa2 else "page_table"
+    both = {"cache_batch_idx": index - 1, "cache_leftpad": start}
+    for given in (both, {**both, word: table}):
+        wanted = decode(q, k, v, cache_leftpad=start, causal=True)
+        assert torch.allclose(decode(q, k, v, causal=True, **given), wanted, atol=1e-6)
+    first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v)]
+    with pytest.raises(NotImplementedError, match=r"^cache_leftpad: "):
+        decode(q, *first, cache_leftpad=start, **{word: table})
 
 
 def _rotary(library: Library):
@@ -380,8 +391,9 @@ def _packed_over_pages(library: Library):
     out, lse = library.packed(q[0], *pages, *ends, 3, 6, causal=True, block_table=table)
     whole, whole_lse = library.dense(q, k, v, causal=True)
     assert torch.allclose(out, whole[0], atol=1e-6) and torch.allclose(lse, whole_lse[0], atol=1e-6)
+    out = library.packed(q[0].requires_grad_(), *pages, *ends, 3, 6, block_table=table)[0]
     with pytest.raises(NotImplementedError, match=r"^gradients through block_table"):
-        library.packed(q[0].requires_grad_(), *pages, *ends, 3, 6, block_table=table)
+        out.sum().backward()
 
 
 def _packed_over_a_cache(library: Library):
@@ -405,9 +417,15 @@ def _packed_over_a_cache(library: Library):
         )
         assert torch.allclose(out[rows], one[0], atol=1e-6) and torch.allclose(lse[:, rows], one_lse[0], atol=1e-6)
     assert all(map(torch.equal, *caches))
-    angles = torch.ones(6, 4)
-    with pytest.raises(NotImplementedError, match=r"^rotary_cos: "):
-        decode(new_q, *caches[0], new_k, new_v, rotary_cos=angles, rotary_sin=angles, cache_seqlens=lengths, **packing)
+    angle = torch.rand(6, 4, generator=draw)
+    angles = {"rotary_cos": angle.cos(), "rotary_sin": angle.sin()}
+    turned = decode(new_q, *caches[0], new_k, new_v, cache_seqlens=lengths, **packing, **given, **angles)
+    pools = [t[:1].clone() for t in caches[1]]
+    one = decode(
+        *(t[None, :2] for t in (new_q,)), *pools, new_k[None, :2], new_v[None, :2], cache_seqlens=lengths[:1],
+        **given, **angles,
+    )  # fmt: skip
+    assert torch.allclose(turned[:2], one[0], atol=1e-6)
     with pytest.raises(NotImplementedError, match=r"^cu_seqlens_k_new: "):
         decode(new_q[:2, None], *caches[0], cache_seqlens=lengths, cu_seqlens_k_new=offsets)
     with pytest.raises(ValueError, match=r"^cu_seqlens_q: got shape"):
@@ -508,6 +526,7 @@ CHECKS = {
     "rows that see no key": _empty_rows,
     "returns": _returns,
     "types": _types,
+    "descales": _descales,
     "devices": _devices,
     "head dimensions": _head_dimensions,
     "strided tensors": _strided,

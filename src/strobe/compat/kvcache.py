@@ -16,10 +16,11 @@ from ..interface.decode import _call, _settings, append
 from ..interface.paged import _call as paged_call
 from ..ops import decode as ops_decode
 from ..ops import paged as ops_paged
-from ..problem.cache import DenseCache, PagedCache, Rotary
+from ..problem.cache import FP8, DenseCache, PagedCache, Rotary
 from ..problem.call import accumulator
-from ..problem.decode import DecodeCall, refuse_gradients
+from ..problem.decode import DecodeCall
 from ..problem.paged import PagedCall
+from .descales import Descales, Scaled, over_cache, rescaled
 from .seqused import is_readable
 from .signatures import Setting, forward, in_their_words, rows_contiguous
 
@@ -45,6 +46,7 @@ class Cache(NamedTuple):
     page_table: Tensor | None = None
     pages: str = "block_table"  # the original function's name for page_table, for error messages
     rotary_seqlens: Tensor | None = None  # int32 [B]: rotary position of the first new key; None means seqlens
+    descales: Descales = Descales()
 
     @property
     def capacity(self) -> int:
@@ -78,27 +80,25 @@ def forward_cached(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, T
 
 def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]:
     _check(q, cache)
-    before = _lengths(q, cache)
+    cache = _indexed(cache)
+    before = _lengths(len(q), cache)
     count = 0 if cache.k_new is None else cache.k_new.shape[1]
-    call = _decode_call(q, _held(cache, before + count), setting)
+    scaled = over_cache(q, cache.k, cache.descales, len(q), None)
+    q, scales = scaled.q, scaled[1:3]
+    call = _decode_call(q, _held(cache, before + count, scales), setting)
     if cache.k_new is not None and cache.v_new is not None:
         if not torch.compiler.is_compiling():  # checks the arguments before anything is written
             ops_decode.decide(ops_decode.prepare(call))
         _check_room(cache, before, count)
         rotary = None if cache.cos is None or cache.sin is None else Rotary(cache.cos, cache.sin, cache.interleaved)
-        k_new = cache.k_new
-        first = (
-            before if cache.rotary_seqlens is None or cache.rotary_seqlens is cache.seqlens else cache.rotary_seqlens
-        )
+        k_new, v_new, scales = _new(cache, scaled)
+        first = _first_rotary(cache, before)
         apart = first is not before
         if rotary is not None and apart:
             k_new = _turned(k_new, rotary, first, True)
-        append(
-            _held(cache, before), rows_contiguous(k_new), rows_contiguous(cache.v_new), rotary=None if apart else rotary
-        )
+        append(_pools(cache, before, scales), k_new, v_new, rotary=None if apart else rotary)
         if rotary is not None:
-            along = setting.causal or any(bound is not None and bound >= 0 for bound in setting.window)
-            call = call._replace(q=_turned(q, rotary, first, along))
+            call = call._replace(q=_turned(q, rotary, first, _along(setting)))
     in_place = (
         cache.page_table is None and cache.batch_idx is None and cache.leftpad is None and cache.k.dtype == q.dtype
     )
@@ -112,7 +112,30 @@ def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]
             q.device.type, enabled=False
         ):  # a decode reads the cache in its own dtype, so autocast must not convert it here
             return forward(call.q, cache.k[:, :stop], cache.v[:, :stop], setting)
-    return ops_decode.run(call)
+    out, lse = ops_decode.run(call)
+    return rescaled(out, scaled.out_scale, None), lse
+
+
+def _first_rotary(cache: Cache, before: Tensor) -> Tensor:
+    """The rotary position of each sequence's first new key; `before` itself if they are equal."""
+    given = cache.rotary_seqlens
+    return before if given is None or given is cache.seqlens else given
+
+
+def _along(setting: Setting) -> bool:
+    """Whether queries have positions of their own: otherwise all have that of the first new key."""
+    return setting.causal or any(bound is not None and bound >= 0 for bound in setting.window)
+
+
+def _new(cache: Cache, scaled: Scaled) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None]]:
+    """New keys and values as `append` takes them, and the scales by which it divides. 8-bit ones keep their bits."""
+    k, v = (rows_contiguous(new) for new in (cache.k_new, cache.v_new) if new is not None)
+    if k.dtype == v.dtype == FP8:
+        return k.to(torch.bfloat16), v.to(torch.bfloat16), (None, None)
+    if cache.k.dtype == FP8 and (cache.descales.k is not None) != (scaled.k_scale is not None):
+        got, remedy = f"{k.dtype} beside a k_descale for each sequence", "quantize k and v before the call"
+        raise UnsupportedProblem(describe("k", got, "torch.float8_e4m3fn", remedy))
+    return k, v, (scaled.k_scale, scaled.v_scale)
 
 
 def _decode_call(q: Tensor, held: PagedCache | DenseCache, setting: Setting) -> DecodeCall:
@@ -121,18 +144,50 @@ def _decode_call(q: Tensor, held: PagedCache | DenseCache, setting: Setting) -> 
     )
 
 
-def _held(cache: Cache, seqlens: Tensor) -> PagedCache | DenseCache:
-    """The cache as strobe's PagedCache or DenseCache. With batch_idx, each cache row is one page, and each sequence has
-    one page.
-    """
+Scales = tuple[Tensor | None, Tensor | None]
+
+
+def _held(cache: Cache, seqlens: Tensor, scales: Scales = (None, None)) -> PagedCache | DenseCache:
+    """The cache as strobe's PagedCache or DenseCache, for reading."""
+    if cache.page_table is None:
+        return DenseCache(cache.k, cache.v, seqlens, cache.leftpad, *scales)
+    if cache.leftpad is None:
+        return PagedCache(cache.k, cache.v, cache.page_table, seqlens, *scales)
+    return PagedCache(*_by_key(cache, cache.page_table, cache.leftpad), seqlens - cache.leftpad, *scales)
+
+
+def _pools(cache: Cache, seqlens: Tensor, scales: Scales) -> PagedCache | DenseCache:
+    """The cache for writing: left padding does not move where new keys go."""
+    return _held(cache._replace(leftpad=None), seqlens, scales)
+
+
+def _indexed(cache: Cache) -> Cache:
+    """The cache without batch_idx. Rows that it picks become pages of one row each; of a page table it picks rows."""
+    index = cache.batch_idx
+    if index is None:
+        return cache
     if cache.page_table is not None:
-        return PagedCache(cache.k, cache.v, cache.page_table, seqlens)
-    if cache.batch_idx is not None:
-        return PagedCache(cache.k, cache.v, cache.batch_idx[:, None], seqlens)
-    return DenseCache(cache.k, cache.v, seqlens, cache.leftpad)
+        return cache._replace(batch_idx=None, page_table=cache.page_table.index_select(0, index))
+    return cache._replace(batch_idx=None, page_table=index[:, None], pages="cache_batch_idx")
 
 
-def _lengths(q: Tensor, cache: Cache) -> Tensor:
+def _by_key(cache: Cache, page_table: Tensor, leftpad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The pools as pages of one key, and a table that begins at each sequence's first key, since pages have no left
+    padding.
+    """
+    size = cache.k.shape[1]
+    if any(pool.stride(0) != size * pool.stride(1) for pool in (cache.k, cache.v)):
+        got, remedy = "a tensor beside pages whose keys do not follow one another", "lay pages out with rows first"
+        raise UnsupportedProblem(describe("cache_leftpad", got, "pages [n, page_size, H, D], contiguous", remedy))
+    place = torch.arange(cache.capacity, device=leftpad.device) + leftpad.long().clamp(min=0)[:, None]
+    place = place.clamp(max=max(cache.capacity - 1, 0))
+    page = page_table.long().gather(1, place // max(size, 1))
+    entry = torch.where(page < 0, -1, page * size + place % max(size, 1)).clamp(max=2**31 - 1)
+    k, v = (pool.flatten(0, 1)[:, None] for pool in (cache.k, cache.v))
+    return k, v, entry.to(torch.int32)
+
+
+def _lengths(batch: int, cache: Cache) -> Tensor:
     """int32 [B]: the number of keys in each sequence before this call."""
     seqlens, count = cache.seqlens, 0 if cache.k_new is None else cache.k_new.shape[1]
     if isinstance(seqlens, Tensor):
@@ -147,17 +202,30 @@ def _lengths(q: Tensor, cache: Cache) -> Tensor:
             expected,
             "make the cache longer" if seqlens > 0 else "count the keys that it holds",
         )
-    return torch.full((q.shape[0],), seqlens, dtype=torch.int32, device=q.device)
+    return torch.full((batch,), seqlens, dtype=torch.int32, device=cache.k.device)
 
 
 def _turned(q: Tensor, rotary: Rotary, first: Tensor, along: bool) -> Tensor:
     """q with the rotary embedding applied. Row i has position first + i if `along`, else first. Positions without
     angles give NaN, as for keys.
     """
-    position = first.long()[:, None] + torch.arange(q.shape[1], device=q.device) * along
+    return _turned_at(q, rotary, first.long()[:, None] + torch.arange(q.shape[1], device=q.device) * along)
+
+
+def _turned_packed(q: Tensor, rotary: Rotary, first: Tensor, offsets: Tensor, along: bool) -> Tensor:
+    """The same of packed rows [T, H, D]. Rows of no sequence are arbitrary."""
+    row = torch.arange(len(q), device=q.device, dtype=offsets.dtype)
+    sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=len(first) - 1)
+    return _turned_at(q, rotary, first.long()[sequence] + (row - offsets[sequence]) * along)
+
+
+def _turned_at(q: Tensor, rotary: Rotary, position: Tensor) -> Tensor:
+    """Rows of q [..., H, D] rotated by the angles of their positions [...]."""
     known, wide = rotary.cos.shape[0], accumulator(q.dtype)
     beyond = ((position < 0) | (position >= known))[..., None]
-    cos, sin = (t[position.clamp(0, known - 1)].to(wide).masked_fill(beyond, torch.nan)[:, :, None] for t in rotary[:2])
+    cos, sin = (
+        t[position.clamp(0, known - 1)].to(wide).masked_fill(beyond, torch.nan).unsqueeze(-2) for t in rotary[:2]
+    )
     width = 2 * cos.shape[-1]
     turning = q[..., :width].to(wide)
     a, b = turning.unflatten(-1, (-1, 2)).unbind(-1) if rotary.interleaved else turning.chunk(2, -1)
@@ -190,20 +258,10 @@ def _check(q: Tensor, cache: Cache) -> None:
     if not isinstance(cache.interleaved, bool):
         raise wrong_type("rotary_interleaved", cache.interleaved, "a bool", "pass True or False")
     _check_new(cache)
-    given = [name for name, one in indices.items() if one is not None]
-    for name, remedy in (
-        (
-            "cache_leftpad",
-            (
-                "pages and indexed rows begin at their first key; use a cache that lies as the batch does, or leave "
-                "the padding out"
-            ),
-        ),
-        ("cache_batch_idx", f"index the table instead: {cache.pages}[cache_batch_idx]"),
-    ):
-        if name in given and len(given) > 1:
-            others = " and ".join(one for one in given if one != name)
-            raise UnsupportedProblem(describe(name, f"a tensor beside {others}", "one of them alone", remedy))
+    for name, given in (("cache_batch_idx", cache.batch_idx), ("cache_leftpad", cache.leftpad)):
+        if given is not None and (given.dtype != torch.int32 or given.dim() != 1):
+            got, remedy = f"{given.dtype} {list(given.shape)}", "give a number for each sequence"
+            raise InvalidProblem(name, got, "torch.int32 [B]", remedy)
 
 
 def _check_new(cache: Cache) -> None:
@@ -279,43 +337,7 @@ def _check_room(cache: Cache, before: Tensor, count: int) -> None:
         )
 
 
-# ---------------------------------------------------------------- packed queries over pages
-
-
-def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table: Tensor) -> tuple[Tensor, Tensor]:
-    """out [T, H, D] and lse [H, T] of packed queries over pages. The key lengths are the differences of cu_seqlens_k.
-
-    >>> pages, offsets = torch.randn(4, 8, 2, 16), torch.tensor([0, 3, 4], dtype=torch.int32)
-    >>> table, lengths = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), torch.tensor([0, 11, 20], dtype=torch.int32)
-    >>> setting = Setting(causal=True, packing=(offsets, lengths, 3, 11))
-    >>> [list(t.shape) for t in forward_paged(torch.randn(4, 6, 16), pages, pages, setting, table)]
-    [[4, 6, 16], [6, 4]]
-
-    Results are NaN for queries outside every sequence, and for sequences with more queries than max_seqlen_q or more
-    keys than max_seqlen_k.
-    """
-    setting = setting.plain()
-    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = _packing(q, k, setting, page_table)
-    refuse_gradients([q, k, v], "block_table")
-    with torch.no_grad():
-        q, lengths = rows_contiguous(q), cu_seqlens_k.diff()
-        if k.dim() == 4 and k.shape[1]:
-            page_table = page_table[:, : -(-longest_k // k.shape[1])]  # splits are planned for the table's width
-        cache = PagedCache(k, v, page_table, lengths)
-        try:
-            out, lse = ops_paged.run(_paged_call(q, cache, setting, cu_seqlens_q, longest_q))
-        except (InvalidProblem, TypeError) as problem:
-            words = {
-                "cache.k_pages": "k",
-                "cache.v_pages": "v",
-                "cache.page_table": "block_table",
-                "cache.seqlens": "cu_seqlens_k",
-            }
-            raise in_their_words(problem, words) from None
-        row, ends = torch.arange(len(q), device=q.device), cu_seqlens_q[1:].contiguous()
-        too_long = torch.nn.functional.pad(lengths > longest_k, (0, 1), value=True)
-        lost = too_long[torch.searchsorted(ends, row, right=True)] | (row < cu_seqlens_q[0])
-        return out.masked_fill(lost[:, None, None], torch.nan), lse.masked_fill(lost, torch.nan)
+# ---------------------------------------------------------------- packed queries
 
 
 def forward_packed(
@@ -349,64 +371,43 @@ def _forward_packed(
     q: Tensor, cache: Cache, setting: Setting, offsets: tuple[Tensor, Tensor | None], longest_q: int | None
 ) -> tuple[Tensor, Tensor]:
     cu_seqlens_q, cu_seqlens_k_new = offsets
-    for name, given in (("q", q), ("cu_seqlens_q", cu_seqlens_q)):
+    needed = ("q", q), ("cu_seqlens_q", cu_seqlens_q), ("k_cache", cache.k), ("v_cache", cache.v)
+    for name, given in needed:
         if not isinstance(given, Tensor):
             raise wrong_type(name, given, "a tensor", "pass a torch.Tensor")
-    if cache.cos is not None or cache.sin is not None:
-        remedy = "turn q and k before the call"
-        raise UnsupportedProblem(describe("rotary_cos", "a tensor beside cu_seqlens_q", "None", remedy))
+    _check_new(cache._replace(k_new=None, v_new=None) if cache.cos is None else cache)
     if (cache.k_new is None) != (cu_seqlens_k_new is None) or (cache.k_new is None) != (cache.v_new is None):
         expected = "k, v and cu_seqlens_k_new together, or none of them"
         raise InvalidProblem("cu_seqlens_k_new", cu_seqlens_k_new, expected, "give the offsets of the new keys")
-    if not isinstance(cache.seqlens, Tensor):
-        expected = "an int32 tensor [B] beside cu_seqlens_q"
-        raise wrong_type("cache_seqlens", cache.seqlens, expected, "give the lengths before this call")
-    before, after = cache.seqlens, cache.seqlens
-    if cu_seqlens_k_new is not None:
-        after = before + cu_seqlens_k_new.diff()
-    call = _paged_call(q, _held(cache, after), setting, cu_seqlens_q, longest_q)
-    if cache.k_new is not None and cache.v_new is not None:
+    cache, batch = _indexed(cache), len(cu_seqlens_q) - 1
+    before = _lengths(batch, cache) if cache.k_new is None or cache.seqlens is not None else cache.seqlens
+    if not isinstance(before, Tensor):
+        expected = "an int32 tensor [B] beside cu_seqlens_k_new"
+        raise wrong_type("cache_seqlens", before, expected, "give the lengths before this call")
+    after = before if cu_seqlens_k_new is None else before + cu_seqlens_k_new.diff()
+    scaled = over_cache(q, cache.k, cache.descales, batch, cu_seqlens_q)
+    q, scales = scaled.q, scaled[1:3]
+    call = packed_call(q, _held(cache, after, scales), setting, cu_seqlens_q, longest_q)
+    if cache.k_new is not None and cache.v_new is not None and cu_seqlens_k_new is not None:
         if not torch.compiler.is_compiling():  # checks the arguments before anything is written
             ops_paged.decide(ops_paged.prepare(call))
-        new = rows_contiguous(cache.k_new), rows_contiguous(cache.v_new)
-        append(_held(cache, before), *new, cu_seqlens_q=cu_seqlens_k_new)
-    return ops_paged.run(call)
+        rotary = None if cache.cos is None or cache.sin is None else Rotary(cache.cos, cache.sin, cache.interleaved)
+        k_new, v_new, scales = _new(cache, scaled)
+        first = _first_rotary(cache, before)
+        apart = first is not before
+        if rotary is not None and apart:
+            k_new = _turned_packed(k_new, rotary, first, cu_seqlens_k_new, True)
+        pools = _pools(cache, before, scales)
+        append(pools, k_new, v_new, rotary=None if apart else rotary, cu_seqlens_q=cu_seqlens_k_new)
+        if rotary is not None:
+            call = call._replace(q=_turned_packed(q, rotary, first, cu_seqlens_q, _along(setting)))
+    out, lse = ops_paged.run(call)
+    return rescaled(out, scaled.out_scale, cu_seqlens_q), lse
 
 
-def _paged_call(
+def packed_call(
     q: Tensor, held: PagedCache | DenseCache, setting: Setting, cu_seqlens_q: Tensor, longest_q: int | None
 ) -> PagedCall:
     softcap = setting.softcap or None
     settings = setting.causal, setting.window, setting.scale, softcap, None, False, None
     return paged_call(q, held, cu_seqlens_q, longest_q, settings)
-
-
-def _packing(q: Tensor, k: Tensor, setting: Setting, page_table: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    for name, given, dims in (("q", q, 3), ("k", k, 4), ("block_table", page_table, 2)):
-        if not isinstance(given, Tensor):
-            raise wrong_type(name, given, "a tensor", "pass a torch.Tensor")
-        if given.dim() != dims:
-            raise InvalidProblem(
-                name, f"shape {list(given.shape)}", f"{dims} dimensions", "beside a block_table, k and v are pages"
-            )
-    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = setting.packing or (None, None, None, None)
-    batch = page_table.shape[0]
-    offsets = _offsets("cu_seqlens_q", cu_seqlens_q, batch), _offsets("cu_seqlens_k", cu_seqlens_k, batch)
-    return *offsets, _longest("max_seqlen_q", longest_q), _longest("max_seqlen_k", longest_k)
-
-
-def _offsets(name: str, offsets: Tensor | None, batch: int) -> Tensor:
-    if not isinstance(offsets, Tensor):
-        raise wrong_type(
-            name, offsets, f"an int32 tensor [{batch + 1}]", "give the running sum of lengths, from 0 to the total"
-        )
-    if offsets.dtype != torch.int32 or tuple(offsets.shape) != (batch + 1,):
-        got = f"{offsets.dtype} {list(offsets.shape)}"
-        raise InvalidProblem(name, got, f"torch.int32 [{batch + 1}]", "give one more than block_table has rows")
-    return offsets
-
-
-def _longest(name: str, longest: int | None) -> int:
-    if not isinstance(longest, (int, torch.SymInt)) or longest < 0:
-        raise InvalidProblem(name, longest, "an int >= 0", "say how long the longest sequence is")
-    return longest

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..compat.kvcache import Cache, forward_cached, forward_paged
+from ..compat.block_table import forward_paged
+from ..compat.kvcache import Cache, forward_cached
 from ..compat.seqused import ALL, Used, backward_used, forward_used
 from ..compat.signatures import Setting, forward, refuse, softmax_d, write
 

@@ -6,7 +6,8 @@ natural logarithm in float32, [B, H, S] or [H, T]. Unsupported arguments raise U
 
 from __future__ import annotations
 
-from ..compat.kvcache import Cache, forward_cached, forward_paged
+from ..compat.block_table import forward_paged
+from ..compat.kvcache import Cache, forward_cached
 from ..compat.signatures import Setting, applied, attend, forward, refuse, unpacked
 from . import flash_attn_2_cuda as flash_attn_gpu
 
