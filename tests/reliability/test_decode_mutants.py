@@ -179,14 +179,14 @@ CPU = (
     ),
     Mutant(
         "append one position late",
-        f"{APPEND}:run",
+        f"{APPEND}:_at_ends",
         "[batch] + rank",
         "[batch] + rank + 1",
         PLACES,
     ),
     Mutant(
         "append beyond the room",
-        f"{APPEND}:run",
+        f"{APPEND}:_at_ends",
         "(position >= 0) & (position < problem.capacity)",
         "position < problem.capacity",
         ROWS,

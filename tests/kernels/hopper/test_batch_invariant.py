@@ -4,7 +4,6 @@ races, and the same bits.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from strobe.problem.decode import DecodeCall, DecodeProblem
 from strobe.problem.problem import Problem
 from strobe.problem.target import FAKES
 from strobe.selection.select import select
-from strobe.sim import semantics, simulate, tensor_core
+from strobe.sim import simulate
 from strobe.testing import CASES, FAMILIES, Case, assert_as_good_as
 from tools.proof.simulate import READ_FENCES, posing, simulated
 
@@ -69,25 +68,6 @@ OF_THE_TABLE = (
 def splits_of_128(monkeypatch):
     for module in (split_kv, batch_invariant):
         monkeypatch.setattr(module, "INVARIANT_SPLIT", 128)
-
-
-@pytest.fixture
-def wide_sums(monkeypatch):
-    """Sums in float64, as one number: how a host's libraries add follows the sizes of arrays, which a GPU's products
-    and reductions do not.
-    """
-
-    def product(a, b, elem, precise=False):
-        a, b = (tensor_core._operand_of(x, elem) for x in (a, b))
-        return (a.double() @ b.double()).to(a.dtype).numpy()
-
-    def total(x, axis=None, **options):
-        return np.add.reduce(x, axis=axis, dtype=np.float64 if x.dtype == np.float32 else None, **options).astype(
-            x.dtype
-        )
-
-    monkeypatch.setattr(tensor_core, "product", product)
-    monkeypatch.setitem(semantics._STANDARD, "_sum_combine", total)
 
 
 def proven(case: Case, n: int, family: str, schedules) -> None:

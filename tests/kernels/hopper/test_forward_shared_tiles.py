@@ -13,6 +13,7 @@ from tests.kernels.hopper.hopper_cases import (
 pytest.importorskip("triton")
 
 from strobe.kernels.device import tma
+from strobe.kernels.hopper import forward_config
 from strobe.kernels.hopper import kernel as hopper
 from strobe.ops import attention as ops
 from strobe.testing import assert_as_good_as
@@ -105,12 +106,12 @@ NOW = ("joined_window", "joined_threes", "joined_d64", "joined_packed")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in NOW else pytest.mark.nightly) for name in (*SHARING, *SHARING_ALSO)]
 )
-def test_sharing_a_tile_changes_no_bit(name, monkeypatch):
+def test_sharing_a_tile_changes_no_bit(name, monkeypatch, wide_sums):
     """Without early weights, of which bits follow which rows share a tile."""
     monkeypatch.setattr(hopper, "early", lambda problem: False)
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")
     together, _ = simulated(call, H200)
-    monkeypatch.setattr(hopper, "qheads_per_tile", lambda *_: 1)
+    monkeypatch.setattr(forward_config, "qheads_per_tile", lambda *_: 1)
     apart, run = simulated(call, H200)
     assert run.reports == [] and torch.equal(together.out, apart.out) and torch.equal(together.lse, apart.lse)
 
