@@ -19,14 +19,14 @@ from strobe.kernels.hopper import kernel as hopper
 from strobe.problem.call import Call
 from strobe.problem.problem import Problem
 from strobe.problem.target import FAKES
-from tests.kernels.hopper.backward_cases import BACKWARD_OF_SPLIT_GROUPS, CASES, _case, _form
+from tests.kernels.hopper.backward_cases import BACKWARD_OF_SPLIT_GROUPS, CASES, _case, _form, band
 from tools.proof.compile import launches
 from tools.proof.simulate import on
 
 SPLIT = {  # on eight SMs, which take more programs than these have heads of keys
     "grouped": 2, "one_key_head": 3, "d64_grouped_gaps": 4, "d256_window_softcap": 2, "packed_heads_first": 2,
     "packed_window_softcap": 2,
-    "split_ragged_columns": 3, "split_stored_gaps": 2,
+    "split_ragged_columns": 3, "split_stored_gaps": 2, "split_clipped_window": 4,
 }  # fmt: skip
 ROOMY = replace(H200, sm_count=8)
 ALSO = {
@@ -34,6 +34,7 @@ ALSO = {
     for case in (
         _case("split_ragged_columns", 150, 130, 72, head_dim_v=120, heads=(3, 1), mask=CAUSAL),
         _case("split_stored_gaps", 150, 130, heads=(4, 2), storage="gaps", mask=CAUSAL, sinks=True),
+        _case("split_clipped_window", 100, 200, heads=(4, 1), mask=band(100, 0), sinks=True),
     )
 }
 
@@ -80,6 +81,19 @@ def test_how_many_programs_share_a_group(batch, seqlen, heads, mask, splits):
     assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.group_splits == splits
     ordered = hopper.BACKWARD.config(replace(problem, deterministic=True, kernel="hopper"), FAKES["H200"]).form
     assert ordered.deterministic and ordered.group_splits == 1, "shares would be added in no order"
+
+
+@pytest.mark.parametrize(
+    "rows, keys, left, splits", [(1024, 2048, 1024, 4), (15360, 16384, 1024, 1), (1024, 2048, 900, 1)]
+)
+def test_programs_of_a_window_that_is_no_shorter_than_the_rows_share_a_group(rows, keys, left, splits):
+    """128 programs of 1 to 16 steps a head on 132 SMs: with one program a group the longest would decide."""
+    q, k = (
+        torch.empty(1, count, heads, 128, dtype=torch.bfloat16, device="meta")
+        for count, heads in ((rows, 64), (keys, 8))
+    )
+    problem = Problem.from_call(Call(q, k, k, left=left, right=0, needs_grad=True))
+    assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.group_splits == splits
 
 
 @pytest.mark.parametrize(

@@ -508,7 +508,8 @@ def _folds_lse(problem: Problem, widths: tuple[int, int]) -> bool:
 
 def _splits(problem: Problem, target: Target, tuning: BackwardTileConfig) -> int:
     """Number of programs that share the heads of a group: enough to fill the SMs, or twice that if programs differ in
-    cost, so that the longest does not dominate.
+    cost, so that the longest does not dominate. They differ, too, with a window that is no shorter than the rows, as
+    the rows at a border of context parallelism have.
 
     Each program adds to dk and dv in float32 memory, so more programs pay off only if they are long. GQA 64/8 causal
     (H200): at 8k 550 TFLOP/s with four, 526 with two, 426 with one; at 2k 426 with four and 399 with eight. Programs of
@@ -521,7 +522,9 @@ def _splits(problem: Problem, target: Target, tuning: BackwardTileConfig) -> int
         else layout.batch * -(-layout.seqlen_k // tuning.block_n)
     )
     steps = (layout.total_q // max(1, layout.batch) if problem.packed else layout.seqlen_q) // tuning.block_m
-    uneven = problem.packed or problem.mask.right != problem.mask.left
+    mask = problem.mask
+    clipped = mask.left and not problem.packed and problem.left >= layout.seqlen_q  # a window that is a triangle
+    uneven = problem.packed or mask.right != mask.left or clipped
     may_be_more = uneven and not problem.mask.documents
     divisors = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
     enough = lambda wanted: next((n for n in divisors if tiles * problem.heads_kv * n >= wanted), problem.group)
