@@ -47,7 +47,7 @@ class Functions(NamedTuple):
 
 @dataclass(frozen=True)
 class ModsCase:
-    """A causal case with a custom score or mask. what: a name out of `MAKERS`."""
+    """A case with a custom score or mask, causal but for "dilated". what: a name out of `MAKERS`."""
 
     name: str
     what: str
@@ -120,8 +120,8 @@ def _window(case: ModsCase, device: torch.device) -> Functions:
 
 
 def _dilated(case: ModsCase, device: torch.device) -> Functions:
-    """Every eighth block of 128 keys, counted from the query's."""
-    return Functions(lambda b, h, q, k: (q >= k) & ((q // 128 - k // 128) % 8 == 0))
+    """Every eighth block of 128 keys, counted from the query's, before and behind it."""
+    return Functions(lambda b, h, q, k: (q // 128 - k // 128) % 8 == 0)
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

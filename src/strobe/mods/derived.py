@@ -7,7 +7,7 @@ The version does not see writes through `.data`, as autograd does not.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,11 +41,9 @@ class DerivedTensors:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
-        self.entries: OrderedDict[Hashable, tuple[list[StorageWeakRef], tuple[Tensor, ...]]] = OrderedDict()
+        self.entries: OrderedDict[tuple, tuple[list[StorageWeakRef], tuple[Tensor, ...]]] = OrderedDict()
 
-    def get(
-        self, key: Hashable, sources: Sequence[Tensor], make: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
+    def get(self, key: tuple, sources: Sequence[Tensor], make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The tensors of a key, made if they are not kept. The key must hold `identity_of(sources, ...)`."""
         found = self.entries.get(key)
         if found is None or any(storage.expired() for storage in found[0]):

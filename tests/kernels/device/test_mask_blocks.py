@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,86 @@ def test_attention_visits_listed_blocks_alone(name):
     exact = (s.softmax(-1).nan_to_num() @ v).transpose(1, 2)
     for grad, right in zip(found, torch.autograd.grad(exact, leaves, dout.double())):
         assert float((grad.double() - right).norm() / right.norm()) <= 1.2e-2
+
+
+# packed sequences: lengths of queries and keys; one has no query, one is as long as promised
+QUERIES, KEYS = (130, 0, 1, 300, 65), (200, 30, 150, 330, 64)
+
+
+def packed_mask(ids: Tensor) -> Mask:
+    """Of the sequence, of a window, and of captured values."""
+    return strobe.window(150, 0) & strobe.mask_mod(lambda b, h, q, k: (ids[q] % 2 == ids[k] % 2) | (k < 40 * b))
+
+
+def packed_tensors(device: str) -> tuple[list[Tensor], dict[str, Any]]:
+    draw = torch.Generator().manual_seed(3)
+    sizes = ((sum(QUERIES), 4), (sum(KEYS), 2), (sum(KEYS), 2))
+    tensors = [torch.randn(n, heads, 64, generator=draw).to(device, torch.bfloat16) for n, heads in sizes]
+    ends = (torch.tensor([0, *n]).cumsum(0).int().to(device) for n in (QUERIES, KEYS))
+    options: dict[str, Any] = {"max_seqlen_q": 300, "max_seqlen_k": 330}
+    options |= zip(("cu_seqlens_q", "cu_seqlens_k"), ends)
+    return tensors, options
+
+
+def over_packed(device: str) -> Tensor:
+    """The result of a forward that visits lists. Each sequence has the lists that it has alone."""
+    mask, (tensors, options) = packed_mask(_ids(device)), packed_tensors(device)
+    q, k, v = tensors
+    call = bind(Call(q, k, v)._replace(**options).with_mask(mask), None, mask)
+    problem = Problem.from_call(call)
+    found = mask_blocks.forward_lists(problem, call, (64, 128))
+    out = strobe.attention_varlen(*tensors, mask=mask, kernel="hopper", **options)
+    choice = strobe.explain_varlen(*tensors, mask=mask, kernel="hopper", **options)
+    assert str(choice).count("block lists") == 1
+    assert isinstance(mask, MaskMod)
+    shown = kinds_of(found)
+    for n, (rows, keys) in enumerate(zip(QUERIES, KEYS)):
+        wanted = torch.zeros(5, 6, dtype=torch.int8)  # of blocks of 64
+        if rows:
+            seen = mask.dense(rows, keys, batch=len(QUERIES))[n]
+            pad = 0, -keys % 64, 0, -rows % 64
+            some, every = (
+                torch.nn.functional.pad(seen, pad, value=outside).unflatten(1, (-1, 64)).unflatten(0, (-1, 64))
+                for outside in (False, True)
+            )
+            kinds = some.any(-1).any(1).to(torch.int8) * (1 + every.all(-1).all(1).to(torch.int8))
+            wanted[: kinds.shape[0], : kinds.shape[1]] = kinds
+        wanted = mask_blocks.pooled(wanted, (64, 128))
+        assert torch.equal(shown[n, 0].cpu(), wanted)
+    return out
+
+
+def assert_of_packed(out: Tensor) -> None:
+    """Against the CPU kernel in float32."""
+    tensors, options = packed_tensors("cpu")
+    exact = strobe.attention_varlen(*(t.float() for t in tensors), mask=packed_mask(IDS), **options)
+    assert float((out.cpu().float() - exact).norm() / exact.norm()) <= 4e-3
+
+
+def test_packed_sequences_have_lists_of_their_own():
+    with on(H200) as run:
+        out = over_packed("cpu")
+    assert_of_packed(out)
+    assert run.reports == [] and run.launches == ["kinds_kernel", "forward_kernel"]
+
+
+def test_lists_of_packed_sequences_follow_the_offsets():
+    tensors, options = packed_tensors("cpu")
+    mask = packed_mask(IDS)
+    q, k, v = tensors
+    call = bind(Call(q, k, v)._replace(**options).with_mask(mask), None, mask)
+    with on(H200):
+        first = mask_blocks.forward_lists(Problem.from_call(call), call, (128, 128))
+        options["cu_seqlens_q"][1] = 100
+        other = mask_blocks.forward_lists(Problem.from_call(call), call, (128, 128))
+    assert not torch.equal(first[0], other[0])
+    unbounded = call._replace(max_seqlen_q=-1)
+    assert mask_blocks.sizes_of(Problem.from_call(unbounded)) is None
+
+
+@pytest.mark.gpu
+def test_packed_sequences_on_a_gpu():
+    assert_of_packed(over_packed("cuda"))
 
 
 @pytest.mark.gpu

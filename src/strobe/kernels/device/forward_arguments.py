@@ -62,6 +62,7 @@ class BlockListParams(NamedTuple):
     stride_head: Any
     most_blocks: Any  # N
     most_full_blocks: Any
+    num_m_blocks: Any  # M
 
 
 class ForwardHooks(NamedTuple):

@@ -165,7 +165,10 @@ class BlockList:
 @gluon.jit
 def list_row(entry, head, q_start, lists, traits: gl.constexpr):
     """Which row of the lists a tile reads."""
-    return entry * lists.stride_batch + head * lists.stride_head + q_start // traits.list_block_q
+    row = q_start // traits.list_block_q
+    if traits.packed:  # a sequence longer than promised, whose results are NaN
+        row = gl.minimum(row, lists.num_m_blocks - 1)
+    return entry * lists.stride_batch + head * lists.stride_head + row
 
 
 @record

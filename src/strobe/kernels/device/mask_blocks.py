@@ -7,6 +7,8 @@
 
 The mask itself is never in memory: 16k x 16k has 64 KB of kinds. Lists are kept by the text of the function and by the
 storage, the view and the version of each tensor that it captures. So a tensor that changes in place has new lists.
+
+Packed sequences have lists of their own, of as many blocks as the longest sequence may have, for the forward alone.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ...mods.derived import DerivedTensors, identity_of
 from ...mods.program import Program
 from ...problem import torch_private
 from ...problem.call import NO_BOUND, Call
-from ...problem.problem import Dense, Problem
+from ...problem.problem import Dense, Packed, Problem
 from ..runtime.compile_cache import hash_callees_first
 from ..runtime.hook_constants import function_key
 from ..runtime.launch_cache import Replay
@@ -46,16 +48,33 @@ class ListSizes(NamedTuple):
 
 def sizes_of(problem: Problem) -> ListSizes | None:
     """The lists of a problem; None where kernels visit every block of the built-in mask."""
-    layout = problem.layout
-    if problem.mods is None or not problem.mods.mask or not isinstance(layout, Dense) or has_spans(problem.mask):
+    lengths = _lengths(problem)
+    if problem.mods is None or not problem.mods.mask or lengths is None or has_spans(problem.mask):
         return None
+    batch, seqlen_q, seqlen_k = lengths
     program = Program.parse(problem.mods.mask)
-    batch = layout.batch if program.reads("b") else 1
+    batch = batch if problem.packed or program.reads("b") else 1
     heads = problem.heads_q if program.reads("h") else 1
-    blocks = batch * heads * -(-layout.seqlen_q // BLOCK) * -(-layout.seqlen_k // BLOCK)
-    if layout.seqlen_q * layout.seqlen_k < FEWEST_ELEMENTS or blocks > MOST_BLOCKS:
+    blocks = batch * heads * -(-seqlen_q // BLOCK) * -(-seqlen_k // BLOCK)
+    if seqlen_q * seqlen_k < FEWEST_ELEMENTS or blocks > MOST_BLOCKS:
         return None
     return ListSizes(batch, heads)
+
+
+def _lengths(problem: Problem) -> tuple[int, int, int] | None:
+    """Entries or sequences, and the most queries and keys of one; None for packed sequences without a bound."""
+    layout = problem.layout
+    if isinstance(layout, Dense):
+        return layout.batch, layout.seqlen_q, layout.seqlen_k
+    if isinstance(layout, Packed) and layout.max_seqlen_q is not None and layout.max_seqlen_k is not None:
+        return layout.batch, layout.max_seqlen_q, layout.max_seqlen_k
+    return None
+
+
+def _sources(call: Call) -> tuple[Tensor, ...]:
+    """The tensors whose contents lists follow from."""
+    captured = () if call.mods is None else call.mods.mask_tensors
+    return (*captured, *(offsets for offsets in (call.cu_seqlens_q, call.cu_seqlens_k) if offsets is not None))
 
 
 def forward_lists(problem: Problem, call: Call, size: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -111,7 +130,7 @@ def _kept(
     key = _key(problem, call)
     if key is None:
         return made(_kinds(problem, call))
-    sources = () if call.mods is None else call.mods.mask_tensors
+    sources = _sources(call)
 
     def lists() -> tuple[Tensor, ...]:
         return made(KEPT.get((*key, "kinds"), sources, lambda: (_kinds(problem, call),))[0])
@@ -122,7 +141,7 @@ def _kept(
 def _key(problem: Problem, call: Call) -> tuple | None:
     """What lists follow from; None where they must be made anew."""
     mods = call.mods
-    identity = None if mods is None else identity_of(mods.mask_tensors, call.q.device)
+    identity = None if mods is None else identity_of(_sources(call), call.q.device)
     if mods is None or identity is None:
         return None
     return mods.texts.mask, *identity, mods.mask_numbers, problem.layout, problem.heads_q, call.left, call.right
@@ -130,10 +149,10 @@ def _key(problem: Problem, call: Call) -> tuple | None:
 
 def while_kept(launch: Replay | None, call: Call, lists: Sequence[Tensor | None]) -> Replay | None:
     """A recorded launch that reads lists, for as long as they are those of its mask: while they are kept, and the
-    storages of the mask's tensors are the same ones. (Their versions are among the addresses of a launch.) Lists belong
-    to a stream, and a graph has its own.
+    storages of the mask's tensors are the same ones. (Their versions are among the addresses of a launch; those of
+    cu_seqlens are not, so packed calls are launched anew.) Lists belong to a stream, and a graph has its own.
     """
-    if launch is None or call.mods is None or (call.q.is_cuda and torch_private.cuda_is_capturing()):
+    if launch is None or call.mods is None or call.packed or (call.q.is_cuda and torch_private.cuda_is_capturing()):
         return None
     kept = [weakref.ref(one) for one in lists if one is not None]
     storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in call.mods.mask_tensors]
@@ -153,18 +172,21 @@ def while_kept(launch: Replay | None, call: Call, lists: Sequence[Tensor | None]
 
 def _kinds(problem: Problem, call: Call) -> Tensor:
     """int8 [B or 1, H or 1, M, N]: 0 for an empty block, 1 for a partial one, 2 for a full one."""
-    from .block_kinds import KindsShape, KindsWindow, kinds_kernel
+    from .block_kinds import KindsOffsets, KindsShape, KindsWindow, kinds_kernel
 
     kernel: Any = kinds_kernel
-    sizes, layout = sizes_of(problem), problem.layout
-    if sizes is None or problem.mods is None or not isinstance(layout, Dense):
+    sizes, lengths = sizes_of(problem), _lengths(problem)
+    if sizes is None or problem.mods is None or lengths is None:
         raise KernelFault(f"block lists of a problem that has none: {problem}")
-    blocks = -(-layout.seqlen_q // BLOCK), -(-layout.seqlen_k // BLOCK)
+    blocks = -(-lengths[1] // BLOCK), -(-lengths[2] // BLOCK)
     kinds = torch.empty((*sizes, *blocks), dtype=torch.int8, device=call.q.device)
     mask_mod: Any = mod_functions(problem.mods).mask_mod
-    shape, window = KindsShape(*layout[1:], sizes.heads, *blocks), KindsWindow(call.left, call.right)
+    shape, window = KindsShape(*lengths[1:], sizes.heads, *blocks), KindsWindow(call.left, call.right)
+    offsets = None
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+        offsets = KindsOffsets(call.cu_seqlens_q, call.cu_seqlens_k, sizes.batch, call.q.shape[0], call.k.shape[0])
     bounds = call.left != NO_BOUND, call.right != NO_BOUND
     aux = mod_aux(problem, call)[1] or None
     hash_callees_first(kernel)
-    kernel[(kinds.numel(),)](kinds, aux, shape, window, mask_mod, function_key(mask_mod), *bounds, BLOCK)
+    kernel[(kinds.numel(),)](kinds, aux, shape, window, offsets, mask_mod, function_key(mask_mod), *bounds, BLOCK)
     return kinds
