@@ -339,6 +339,14 @@ def _blackwell_cases() -> dict[str, Callable[[], Call]]:
     cases["d128 window left"] = partial(_dense, 128, mask=masks.window(100, None))
     cases["d64 packed"] = partial(_packed, 64, bands["dense"], many)
     cases["d128 packed causal"] = partial(_packed, 128, bands["causal"], (4, 4))
+    cases |= {
+        f"{name} deterministic": partial(_dense, *widths, mask=bands["causal"], heads=(8, 2), deterministic=True)
+        for name, widths in {"d64": (64, 64), "d96": (96, 96), "d128": (128, 128), "d192/128": (192, 128)}.items()
+    }
+    cases["d128 window softcap deterministic"] = partial(
+        _dense, 128, mask=bands["window"], softcap=20.0, deterministic=True
+    )
+    cases["d128 packed causal deterministic"] = partial(_packed, 128, bands["causal"], (4, 4), deterministic=True)
     cases["d128 packed group 3 causal sinks"] = partial(
         _packed, 128, bands["causal"], (600, 200), sinks=torch.zeros(600)
     )

@@ -65,8 +65,13 @@ def backward_d192_128() -> tuple[Tensor, ...]:
     return _backward(Case("scene", 200, 100, head_dim=192, head_dim_v=128, batch=1, heads=(2, 1)))
 
 
-def _backward(case: Case) -> tuple[Tensor, ...]:
-    call = case.build("cpu", torch.bfloat16, kernel="blackwell.backward")._replace(needs_grad=True)
+def backward_ordered() -> tuple[Tensor, ...]:
+    """Two tiles of keys that add to dq in order."""
+    return _backward(Case("scene", 100, 200, head_dim=64, batch=1, heads=(1, 1)), deterministic=True)
+
+
+def _backward(case: Case, **options) -> tuple[Tensor, ...]:
+    call = case.build("cpu", torch.bfloat16, kernel="blackwell.backward")._replace(needs_grad=True, **options)
     out, lse = reference.forward(call)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     with posing(replace(B200, sm_count=1)):

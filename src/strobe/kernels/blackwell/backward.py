@@ -5,7 +5,8 @@ every query head of the group. Scores are transposed: keys lie on the lanes of t
 P^T and dS^T are left operands in tensor memory as they are, and LSE and delta are one value a column.
 
 Kernels
-    preprocess_kernel    delta = rowsum(dO O) - dLSE; LSE and -delta in whole tiles; zeroes dQ's float32 sum
+    preprocess_kernel    delta = rowsum(dO O) - dLSE; LSE and -delta in whole tiles; zeroes dQ's float32 sum, and its
+                         semaphores and the counter of programs (deterministic)
     backward_kernel      this file
     postprocess_kernel   dQ = scale * its float32 sum
 
@@ -87,7 +88,7 @@ from .backward_load import load
 from .backward_memory import InputMaps, OutputMaps, Pipelines
 from .backward_mma import mma
 from .backward_reduce import reduce
-from .backward_work import SequencePointers
+from .backward_work import ProgramInputs
 
 
 @gluon.jit
@@ -107,14 +108,17 @@ def backward_kernel(
     maps = InputMaps(q_map, k_map, v_map, do_map, stats_desc)
     out_maps = OutputMaps(ColumnParts(dk_desc, dk_tail_desc), ColumnParts(dv_desc, dv_tail_desc))
     launch = launch_params  # an assignment makes values of constants, which partitions can capture
-    sequences = SequencePointers(pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.ranges)
+    program = None
+    if traits.deterministic:
+        program = gl.atomic_add(pointers.tile_counter, 1, sem="relaxed")
+    inputs = ProgramInputs(program, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.ranges)
     pipes = Pipelines.create(maps, traits)
     gl.warp_specialize(
         [
-            (reduce, (pointers.dq_sum, sequences, pipes, launch, traits)),
-            (compute, (out_maps, sequences, pipes, launch, traits)),
-            (mma, (sequences, pipes, launch, traits)),
-            (load, (maps, sequences, pipes, launch, traits)),
+            (reduce, (pointers.dq_sum, pointers.dq_semaphores, inputs, pipes, launch, traits)),
+            (compute, (out_maps, inputs, pipes, launch, traits)),
+            (mma, (inputs, pipes, launch, traits)),
+            (load, (maps, inputs, pipes, launch, traits)),
         ],
         [8, 1, 1],
         [REGISTERS_COMPUTE, REGISTERS_ONE_WARP, REGISTERS_ONE_WARP],

@@ -62,6 +62,8 @@ class Pointers(NamedTuple):
     """Tensors of the main kernel that TMA does not move; None where the call has none."""
 
     dq_sum: Any
+    dq_semaphores: Any  # deterministic: work tiles that have added to each tile of dQ
+    tile_counter: Any  # deterministic: numbers of programs
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     ranges: Any  # KeyRangeTensors

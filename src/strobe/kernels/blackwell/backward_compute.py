@@ -20,8 +20,10 @@ from ..device.pipeline import PipelineState
 from ..device.softmax import tanh
 from ..device.tma import ColumnParts, store_part
 from .backward_memory import HALF, ROWS, OutputMaps, Pipelines, compute_layout, rows_at
-from .backward_work import SequencePointers, WorkTile, of_role
+from .backward_work import ProgramInputs, WorkTile, of_role
 from .forward_memory import opaque
+
+ALL: gl.constexpr = gl.constexpr(2**31 - 1)  # behind every query
 
 
 @record
@@ -53,54 +55,50 @@ class Halves:
 
 @record
 class AttentionMask:
-    """The queries [first, stop) that see each key, from query 0 on: [ROWS] int32, and what decides whether a tile has
-    masked pairs.
+    """The queries [first, stop) that see each key, from query 0 on: [ROWS] int32. And of which tiles of queries some
+    query does not see all keys: those that begin before `whole_from` or behind `whole_to`.
     """
 
     first: Value
     stop: Value
-    n_start: gl.tensor
-    shift: gl.tensor  # S_k - S_q
-    num_keys: gl.tensor
-    prefix: Value
+    whole_from: gl.tensor
+    whole_to: gl.tensor
 
     @gluon.jit
     def of_tile(work, launch, traits: gl.constexpr):
         seqlen, window = work.seqlen, launch.window
         key = work.n_start + gl.arange(0, ROWS, gl.SliceLayout(1, compute_layout(gl.float32)))
+        last_key = work.n_start + ROWS - 1
         shift = seqlen.seqlen_k - seqlen.seqlen_q
         first, stop = key * 0, key * 0 + seqlen.seqlen_q
+        whole_from, whole_to = shift * 0, shift * 0 + ALL
         if traits.mask.prefix:
             first = gl.where(key < seqlen.prefix, 0, key - shift)
+            whole_from = gl.where(last_key < seqlen.prefix, 0, last_key - shift)
         if traits.mask.right:
             behind_right = key - shift - window.right
             first = gl.maximum(first, behind_right) if traits.mask.prefix else behind_right
+            whole_from = gl.maximum(whole_from, last_key - shift - window.right)
         if traits.mask.left:
             stop = gl.minimum(stop, key - shift + window.left + 1)
+            whole_to = work.n_start - shift + window.left - (ROWS - 1)
         if not traits.even:
             stop = gl.where(key < seqlen.num_keys, stop, 0)
-        return AttentionMask(first, stop, work.n_start, shift, seqlen.num_keys, seqlen.prefix)
+            whole_to = gl.where(last_key < seqlen.num_keys, whole_to, -1)
+        return AttentionMask(first, stop, whole_from, whole_to)
 
     @gluon.jit
-    def is_partial(self, m_start, launch, traits: gl.constexpr):
+    def is_partial(self, m_start):
         """Whether a query of the tile from m_start does not see all keys."""
-        last_key, last_row = self.n_start + ROWS - 1, m_start + ROWS - 1
-        partial = last_key >= self.num_keys
-        if traits.mask.prefix:
-            partial = partial | ((last_key >= self.prefix) & (last_key > m_start + self.shift))
-        if traits.mask.right:
-            partial = partial | (last_key > m_start + self.shift + launch.window.right)
-        if traits.mask.left:
-            partial = partial | (self.n_start < last_row + self.shift - launch.window.left)
-        return partial
+        return (m_start < self.whole_from) | (m_start > self.whole_to)
 
     @gluon.jit
-    def apply_mask(self, s, m_start, start: gl.constexpr, traits: gl.constexpr):
-        """Scores of HALF queries from m_start + start on, -inf where a query does not see the key."""
-        column = gl.arange(0, HALF, gl.SliceLayout(0, s.type.layout))[None, :]
+    def apply_mask(self, x, masked, m_start, start: gl.constexpr, traits: gl.constexpr):
+        """x of HALF queries from m_start + start on, with the value `masked` where a query does not see the key."""
+        column = gl.arange(0, HALF, gl.SliceLayout(0, x.type.layout))[None, :]
         begin = m_start + start
         first, stop = (self.first - begin)[:, None], (self.stop - begin)[:, None]
-        return apply_mask(s, column, first, stop, float("-inf"), traits.mask.right or traits.mask.prefix)
+        return apply_mask(x, column, first, stop, masked, traits.mask.right or traits.mask.prefix)
 
 
 @record
@@ -139,7 +137,7 @@ class ComputeWarps:
     """What the compute warps work with."""
 
     maps: OutputMaps
-    sequences: SequencePointers
+    inputs: ProgramInputs
     pipes: Pipelines
     launch: gl.tuple  # LaunchParams
     traits: gl.constexpr
@@ -151,12 +149,12 @@ class ComputeWarps:
         if traits.key_ranges:
             row = gl.to_tensor(0)
             while row >= 0:
-                work = WorkTile.of_program(row, self.sequences, self.launch, traits)
+                work = WorkTile.of_program(row, self.inputs, self.launch, traits)
                 if work.is_valid:
                     state = self.process_tile(work, state)
                 row = work.next_row
         else:
-            work = WorkTile.of_program(None, self.sequences, self.launch, traits)
+            work = WorkTile.of_program(None, self.inputs, self.launch, traits)
             if traits.packed:
                 if work.is_valid:
                     self.process_tile(work, state)
@@ -211,7 +209,7 @@ class ComputeWarps:
         lse = self.pipes.q.stats.index(state.q.index)
         is_partial = False
         if traits.masks:
-            is_partial = mask.is_partial(m_start, self.launch, traits)
+            is_partial = mask.is_partial(m_start)
         if traits.softcap:
             p, slope = self.capped_weights(s.first, m_start, mask, is_partial, lse, 0)
             p_second, slope_second = self.capped_weights(s.second, m_start, mask, is_partial, lse, HALF)
@@ -219,8 +217,8 @@ class ComputeWarps:
         else:
             if traits.masks:
                 if is_partial:
-                    first = mask.apply_mask(s.first, m_start, 0, traits)
-                    s = Halves(first, mask.apply_mask(s.second, m_start, HALF, traits))
+                    first = mask.apply_mask(s.first, float("-inf"), m_start, 0, traits)
+                    s = Halves(first, mask.apply_mask(s.second, float("-inf"), m_start, HALF, traits))
             scale_log2 = self.launch.softmax.scale_log2
             first = gl.exp2(s.first * scale_log2 - row_values(lse, 0)[None, :])
             p = Halves(first, gl.exp2(s.second * scale_log2 - row_values(lse, HALF)[None, :]))
@@ -234,12 +232,15 @@ class ComputeWarps:
         traits: gl.constexpr = self.traits
         softmax = self.launch.softmax
         s = tanh(s * softmax.softcap)
-        slope = 1.0 - s * s
-        if traits.masks:
+        capped = s
+        if traits.masks and not traits.masks_p:
             if is_partial:
-                s = mask.apply_mask(s, m_start, start, traits)
+                s = mask.apply_mask(s, float("-inf"), m_start, start, traits)
         p = gl.exp2(s * softmax.scale_log2 - row_values(lse, start)[None, :])
-        return p.to(self.maps.dk.main.dtype), p * slope
+        if traits.masks and traits.masks_p:
+            if is_partial:
+                p = mask.apply_mask(p, 0.0, m_start, start, traits)
+        return p.to(self.maps.dk.main.dtype), p * (1.0 - capped * capped)
 
     @gluon.jit
     def score_gradients(self, slope, state):
@@ -339,5 +340,5 @@ def store_parts(desc, rows, row, tile, traits: gl.constexpr):
 
 
 @gluon.jit
-def compute(maps, sequences, pipes, launch, traits: gl.constexpr):
-    ComputeWarps(maps, sequences, pipes, of_role(launch), traits).run()
+def compute(maps, inputs, pipes, launch, traits: gl.constexpr):
+    ComputeWarps(maps, inputs, pipes, of_role(launch), traits).run()

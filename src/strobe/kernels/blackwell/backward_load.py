@@ -12,7 +12,7 @@ from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, partition_
 from ..device.pipeline import PipelineState
 from ..device.zero_foreign_rows import is_own_row, zero_foreign_rows
 from .backward_memory import ROWS, InputMaps, Pipelines, load_parts
-from .backward_work import SequencePointers, WorkTile, of_role
+from .backward_work import ProgramInputs, WorkTile, of_role
 
 
 @record
@@ -34,7 +34,7 @@ class LoadWarp:
     """What the load warp works with."""
 
     maps: InputMaps
-    sequences: SequencePointers
+    inputs: ProgramInputs
     pipes: Pipelines
     launch: gl.tuple  # LaunchParams
     traits: gl.constexpr
@@ -46,12 +46,12 @@ class LoadWarp:
         if traits.key_ranges:
             row = gl.to_tensor(0)
             while row >= 0:
-                work = WorkTile.of_program(row, self.sequences, self.launch, traits)
+                work = WorkTile.of_program(row, self.inputs, self.launch, traits)
                 if work.is_valid:
                     state = self.load_work_tile(work, state)
                 row = work.next_row
         else:
-            work = WorkTile.of_program(None, self.sequences, self.launch, traits)
+            work = WorkTile.of_program(None, self.inputs, self.launch, traits)
             self.load_work_tile(work, state)
 
     @gluon.jit
@@ -121,7 +121,7 @@ class LoadWarp:
         """Mask rows of other documents, as preprocess_kernel masks rows that see no key, in a tile that has landed."""
         q, do = self.pipes.q, self.pipes.do
         lse, delta = q.stats.index(q_state.index), do.stats.index(do_state.index)
-        own = work.rows.own(work.batch, work.seqlen.seqlen_q, self.sequences.ranges)
+        own = work.rows.own(work.batch, work.seqlen.seqlen_q, self.inputs.ranges)
         layout: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [1], [0])
         kept = is_own_row(m_start + gl.arange(0, ROWS, layout), own)
         lse.store(gl.where(kept, lse.load(layout), float("inf")))
@@ -140,5 +140,5 @@ def zero_foreign_parts(tile, m_start, own):
 
 
 @gluon.jit
-def load(maps, sequences, pipes, launch, traits: gl.constexpr):
-    LoadWarp(maps, sequences, pipes, of_role(launch), traits).run()
+def load(maps, inputs, pipes, launch, traits: gl.constexpr):
+    LoadWarp(maps, inputs, pipes, of_role(launch), traits).run()

@@ -46,19 +46,19 @@ class MmaWarp:
     traits: gl.constexpr
 
     @gluon.jit
-    def run(self, sequences, launch):
+    def run(self, inputs, launch):
         traits: gl.constexpr = self.traits
         state = MmaState.start(traits)
         if traits.key_ranges:
             row = gl.to_tensor(0)
             while row >= 0:
-                work = WorkTile.of_program(row, sequences, launch, traits)
+                work = WorkTile.of_program(row, inputs, launch, traits)
                 steps = work.num_steps(traits)
                 if work.is_valid & (steps > 0):
                     state = self.process_tile(steps, state)
                 row = work.next_row
         else:
-            steps = WorkTile.of_program(None, sequences, launch, traits).num_steps(traits)
+            steps = WorkTile.of_program(None, inputs, launch, traits).num_steps(traits)
             if steps > 0:
                 self.process_tile(steps, state)
 
@@ -197,5 +197,5 @@ def product(a, b, acc, use_acc):
 
 
 @gluon.jit
-def mma(sequences, pipes, launch, traits: gl.constexpr):
-    MmaWarp(pipes, traits).run(sequences, of_role(launch))
+def mma(inputs, pipes, launch, traits: gl.constexpr):
+    MmaWarp(pipes, traits).run(inputs, of_role(launch))

@@ -1,6 +1,6 @@
 """What runs around the Blackwell backward's main kernel.
 
-preprocess_kernel    dO, O, LSE --> delta; LSE and -delta in whole tiles; zeroes dQ's sum
+preprocess_kernel    dO, O, LSE --> delta; LSE and -delta in whole tiles; zeroes dQ's sum, semaphores and counter
 backward_kernel
 postprocess_kernel   dQ's sum, in the order of backward_reduce --> dQ
 """
@@ -65,6 +65,10 @@ def preprocess_kernel(tensors, strides, shape, traits: tl.constexpr):
     stats = tensors.stats + pid.to(tl.int64) * BLOCK_M + lanes
     tl.store(stats, tl.where(is_empty, float("inf"), lse))
     tl.store(stats + tl.num_programs(0).to(tl.int64) * BLOCK_M, tl.where(is_empty, 0.0, -delta))
+    if traits.deterministic:
+        tl.store(tensors.dq_semaphores + pid, 0)
+        if pid == 0:
+            tl.store(tensors.tile_counter, 0)
     sums = tensors.dq_sum + pid.to(tl.int64) * (PARTS * PART)
     for part in tl.static_range(PARTS):
         tl.store(sums + part * PART + tl.arange(0, PART), tl.zeros([PART], tl.float32))

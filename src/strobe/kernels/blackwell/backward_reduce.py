@@ -4,14 +4,16 @@ A thread holds a row of dQ. In a sum ordered by rows the 32 lanes of a warp woul
 So the sum of a tile is ordered [D / 4, rows, 4]: a lane adds 16 bytes, and a warp 512 adjacent bytes
 (red.global.add.v4.f32). `backward_preprocess.postprocess_kernel` reads that order.
 
+Deterministic: work tiles add to a tile of dQ in turns (`backward_work`), which a semaphore of the tile counts.
+
 Documents: rows of other documents in a tile add nothing, since a key may hold what 0 times is not 0.
 """
 
-from ..device.dialect import gl, gluon, record
+from ..device.dialect import Value, gl, gluon, partition_barrier, record
 from ..device.pipeline import PipelineState
 from ..device.zero_foreign_rows import is_own_row
 from .backward_memory import CHUNK, ROWS, Pipelines, reduce_layout
-from .backward_work import SequencePointers, WorkTile, of_role
+from .backward_work import ProgramInputs, WorkTile, of_role
 
 
 @record
@@ -19,7 +21,8 @@ class ReduceWarps:
     """What the reduce warps work with."""
 
     dq_sum: gl.tensor
-    sequences: SequencePointers
+    semaphores: Value  # deterministic: work tiles that have added to each tile of dQ; else None
+    inputs: ProgramInputs
     pipes: Pipelines
     launch: gl.tuple  # LaunchParams
     traits: gl.constexpr
@@ -31,12 +34,12 @@ class ReduceWarps:
         if traits.key_ranges:
             row = gl.to_tensor(0)
             while row >= 0:
-                work = WorkTile.of_program(row, self.sequences, self.launch, traits)
+                work = WorkTile.of_program(row, self.inputs, self.launch, traits)
                 if work.is_valid:
                     state = self.process_tile(work, state)
                 row = work.next_row
         else:
-            work = WorkTile.of_program(None, self.sequences, self.launch, traits)
+            work = WorkTile.of_program(None, self.inputs, self.launch, traits)
             self.process_tile(work, state)
 
     @gluon.jit
@@ -54,17 +57,41 @@ class ReduceWarps:
         pipes = self.pipes
         kept = None
         if traits.mask.documents:
-            own = work.rows.own(work.batch, work.seqlen.seqlen_q, self.sequences.ranges)
+            own = work.rows.own(work.batch, work.seqlen.seqlen_q, self.inputs.ranges)
             rows = queries.m_start + gl.arange(0, ROWS, gl.SliceLayout(1, reduce_layout()))
             kept = is_own_row(rows, own)[:, None]
         sums = self.dq_sum + queries.index.to(gl.int64) * (ROWS * traits.block_d)
         dq = pipes.tensor.dq(traits)
+        if traits.deterministic:
+            self.dq_semaphore_acquire(work, queries)
         pipes.dq.consumer_wait(state)
         for c in gl.static_range(traits.main_d // CHUNK):
             add_columns(dq.main, sums, c * CHUNK, 0, kept)
         for c in gl.static_range(traits.tail_d // CHUNK):
             add_columns(dq.tail, sums, c * CHUNK, traits.main_d, kept)
         pipes.dq.consumer_release(state)
+        if traits.deterministic:
+            self.dq_semaphore_release(queries)
+
+    @gluon.jit
+    def dq_semaphore_acquire(self, work, queries):
+        """Wait until all work tiles whose turn at a tile of dQ comes before this one's have added to it: those with
+        keys behind this tile's that its last row sees, or in reversed sections those with keys before.
+        """
+        traits: gl.constexpr = self.traits
+        last_row = queries.m_start + traits.block_m - 1
+        _, stop_key = work.seqlen.visible_keys(last_row, self.launch.window, traits)
+        ahead = stop_key - 1 - work.n_start
+        if traits.reversed_sections > 0:
+            ahead = gl.where(work.from_last == 1, work.n_start, ahead)
+        before = ahead // traits.block_n
+        while gl.atomic_add(self.semaphores + queries.index, 0, sem="acquire") != before:
+            pass
+
+    @gluon.jit
+    def dq_semaphore_release(self, queries):
+        partition_barrier()  # all threads have added before one counts
+        gl.atomic_add(self.semaphores + queries.index, 1, sem="release")
 
 
 @gluon.jit
@@ -78,5 +105,5 @@ def add_columns(dq_tile, sums, start: gl.constexpr, offset: gl.constexpr, kept):
 
 
 @gluon.jit
-def reduce(dq_sum, sequences, pipes, launch, traits: gl.constexpr):
-    ReduceWarps(dq_sum, sequences, pipes, of_role(launch), traits).run()
+def reduce(dq_sum, semaphores, inputs, pipes, launch, traits: gl.constexpr):
+    ReduceWarps(dq_sum, semaphores, inputs, pipes, of_role(launch), traits).run()

@@ -51,6 +51,8 @@ class BackwardTraits(Constants, TileConstants):
     softcap: bool
     even: bool  # S_k is a multiple of block_n
     packed: bool
+    deterministic: bool = False  # work tiles add to a tile of dQ in a fixed order (backward_work)
+    reversed_sections: int = 0  # sections of heads whose deterministic programs start from the first keys
 
     block_m = ROWS
     block_n = ROWS
@@ -76,14 +78,21 @@ class BackwardTraits(Constants, TileConstants):
     @property
     def rematerializes(self) -> bool:
         """Whether the MMA warp computes operands' descriptors in each step (`backward_mma.tile_now`): where there are
-        two parts of columns, or where a program has several tiles of keys.
+        two parts of columns, where a program has several tiles of keys, or with more captured values.
         """
-        return self.tail_d > 0 or self.key_ranges
+        return self.tail_d > 0 or self.key_ranges or self.deterministic
 
     @property
     def masks(self) -> bool:
         """Whether any tile may contain a masked pair. If not, the mainloop has no mask code."""
         return self.mask.left or self.mask.right or self.mask.prefix or not self.even
+
+    @property
+    def masks_p(self) -> bool:
+        """With a softcap: whether P is masked, not the scores. Spills of ptxas: deterministic windows 0 for 16 bytes,
+        other windows up to 80 for 0.
+        """
+        return self.deterministic
 
     @property
     def serial(self) -> bool:
@@ -126,8 +135,9 @@ class BackwardConfig:
         form, t = self.form, self.form.tuning
         registers = ", ".join(f"{role} {count}" for role, count in t.registers_of().items())
         order = ", serial products" if form.serial else ""
+        adds = "vector atomics in order" if form.deterministic else "vector atomics"
         return (
             f"block_m={form.block_m} block_n={form.block_n} stages={t.q_stages}/{t.do_stages} one CTA{order}, dq added "
-            f"by vector atomics, shared {form.shared_bytes() / KIB:.0f} KiB, {form.tensor_columns()} columns of tensor "
+            f"by {adds}, shared {form.shared_bytes() / KIB:.0f} KiB, {form.tensor_columns()} columns of tensor "
             f"memory, registers {registers}; has not run on a Blackwell GPU"
         )

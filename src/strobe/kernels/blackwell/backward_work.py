@@ -4,6 +4,12 @@ Programs are numbered section by section. Within a section of key heads they are
 under causal masks the first keys are seen by most queries, so that the longest programs start first. The queries of a
 section stay in L2.
 
+Deterministic: tiles of keys add to a tile of dQ one after the other, from the last that sees it to the first, which is
+the order in which programs on the causal diagonal come to it anyway, a step and more apart. Programs take their numbers
+from a counter, so that each waits for programs that have begun before it. But the longest programs would come last of
+all. In the last sections (`reversed_sections`) keys come from the first to the last and queries from the last on, as in
+the Hopper backward.
+
 Packed sequences: a sequence begins a tile of keys of its own (`device.seqlen`). Key ranges (documents, key lengths,
 prefixes): a program takes the keys of its tile run by run, each run as a tile of its own (`device.key_ranges`). TMA
 descriptors wrap, so that no key of another sequence or document is read and no gradient of one is written.
@@ -45,12 +51,13 @@ def of_role(launch):
 
 
 @record
-class SequencePointers:
-    """Where sequences lie, or which keys rows of a batch entry see; None in other layouts."""
+class ProgramInputs:
+    """What a program's work tiles follow from, besides the launch's numbers."""
 
-    cu_seqlens_q: Value
+    program: Value  # deterministic: the program's number, from the tile counter; else None: its place in the grid
+    cu_seqlens_q: Value  # or None
     cu_seqlens_k: Value
-    ranges: Value  # KeyRangeTensors
+    ranges: Value  # key ranges: KeyRangeTensors; else None
 
 
 @record
@@ -90,15 +97,27 @@ class KeyPlace:
     batch: gl.tensor
     head_kv: gl.tensor
     n_block: gl.tensor
+    from_last: Value  # reversed sections: 1 for the last m_block first, else 0; None elsewhere
 
     @gluon.jit
-    def of_program(shape, traits: gl.constexpr):
+    def of_program(program, shape, traits: gl.constexpr):
         heads_kv = shape.heads // traits.group
-        pid = opaque(gl.program_id(0))  # so that each role computes its own, and holds nothing for the others
+        if traits.deterministic:
+            pid = opaque(program)
+        else:
+            pid = opaque(gl.program_id(0))  # so that each role computes its own, and holds nothing for the others
         a_section = shape.l2_heads * shape.num_n_blocks
-        head = pid // a_section * shape.l2_heads + pid % shape.l2_heads
-        n_block = pid % a_section // shape.l2_heads
-        return KeyPlace(head // heads_kv, head % heads_kv, n_block)
+        section = pid // a_section
+        head = section * shape.l2_heads + pid % shape.l2_heads
+        n_block, from_last = pid % a_section // shape.l2_heads, None
+        if traits.deterministic:
+            from_end = shape.num_n_blocks - 1 - n_block
+            if traits.reversed_sections > 0:
+                sections = (shape.batch * heads_kv) // shape.l2_heads
+                from_last = (section >= sections - traits.reversed_sections).to(gl.int32)
+                from_end = gl.where(from_last == 1, n_block, from_end)
+            n_block = from_end
+        return KeyPlace(head // heads_kv, head % heads_kv, n_block, from_last)
 
 
 @record
@@ -116,15 +135,16 @@ class WorkTile:
     num_keys_written: gl.tensor  # where the keys end whose gradients are written
     rows: DocumentRows | gl.constexpr  # documents; else None
     next_row: Value  # key ranges: the row of the program's keys at which a further tile begins, or -1; else None
+    from_last: Value  # see KeyPlace
 
     @gluon.jit
-    def of_program(row, sequences, launch, traits: gl.constexpr):
+    def of_program(row, inputs, launch, traits: gl.constexpr):
         """row: key ranges: where in the program's keys the tile begins; else None."""
-        place = KeyPlace.of_program(launch.shape, traits)
+        place = KeyPlace.of_program(inputs.program, launch.shape, traits)
         if traits.key_ranges:
-            return range_tile(place, row, sequences.ranges, launch, traits)
+            return range_tile(place, row, inputs.ranges, launch, traits)
         else:
-            return sequence_tile(place, sequences, launch, traits)
+            return sequence_tile(place, inputs, launch, traits)
 
     @gluon.jit
     def num_steps(self, traits: gl.constexpr):
@@ -134,6 +154,8 @@ class WorkTile:
     def query_tile(self, step, shape, traits: gl.constexpr):
         head = self.head_kv * traits.group + step // self.num_m_blocks
         m_block = step % self.num_m_blocks
+        if traits.reversed_sections > 0:
+            m_block = m_block + self.from_last * (self.num_m_blocks - 1 - 2 * m_block)
         m_start = self.m_start + m_block * traits.block_m
         index = self.first_m_tile + head * shape.num_m_blocks + m_start // traits.block_m
         return QueryTile(head, m_block, m_start, index)
@@ -156,16 +178,16 @@ class WorkTile:
 
 
 @gluon.jit
-def sequence_tile(place, sequences, launch, traits: gl.constexpr):
+def sequence_tile(place, inputs, launch, traits: gl.constexpr):
     """A tile of dense or packed layouts. Offsets are 0 in dense ones."""
     shape, window = launch.shape, launch.window
     seqlen_q, seqlen_k, n_block = shape.seqlen_q, shape.seqlen_k, place.n_block
     zero = n_block * 0
     offset_q, offset_k, first_m_tile = zero, zero, place.batch * shape.heads * shape.num_m_blocks
     if traits.packed:
-        sequence, n_block = find_sequence(sequences.cu_seqlens_k, n_block, shape.batch, seqlen_k, traits.block_n)
-        offset_k, seqlen_k = span_of(sequences.cu_seqlens_k, sequence, shape.batch, seqlen_k)
-        offset_q, seqlen_q = keys_of(sequences.cu_seqlens_q, sequence, shape.batch, seqlen_q)
+        sequence, n_block = find_sequence(inputs.cu_seqlens_k, n_block, shape.batch, seqlen_k, traits.block_n)
+        offset_k, seqlen_k = span_of(inputs.cu_seqlens_k, sequence, shape.batch, seqlen_k)
+        offset_q, seqlen_q = keys_of(inputs.cu_seqlens_q, sequence, shape.batch, seqlen_q)
         first_m_tile = offset_q // traits.block_m + sequence  # device.seqlen.find_sequence
     n_start = n_block * traits.block_n
     is_valid = n_start < seqlen_k
@@ -189,6 +211,7 @@ def sequence_tile(place, sequences, launch, traits: gl.constexpr):
         seqlen_k,
         None,
         None,
+        place.from_last,
     )
 
 
@@ -231,4 +254,5 @@ def range_tile(place, row, ranges, launch, traits: gl.constexpr):
         found.stop,
         rows,
         gl.where(found.next_row > 0, found.next_row, -1),
+        None,
     )

@@ -132,6 +132,8 @@ BACKWARD_TILE_CONFIGS = {
     (128, 128): BackwardTileConfig(),
     (192, 128): BackwardTileConfig(q_stages=1),
 }
+# with dq added in order, because semaphores take registers of reduce: 0 bytes of spills for 16
+ORDERED_REGISTERS = 176, 40
 
 
 class BlackwellBackward:
@@ -140,8 +142,8 @@ class BlackwellBackward:
     def why_not(self, problem: Problem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability not in CAPABILITIES:
             return _needs_tensor_memory(target)
-        if problem.deterministic or problem.batch_invariant:
-            return "adds dq in no fixed order; deterministic=True and batch_invariant=True need one"
+        if has_spans(problem.mask) and _ordered(problem):
+            return "no deterministic gradients with prefixes, key lengths or documents"
         if backward_tiled(problem) is None:
             return (
                 "head dimensions up to 128, or 192 with values of at most 128: tensor memory holds dk and dv; this is "
@@ -163,19 +165,27 @@ class BlackwellBackward:
         even = not has_spans(problem.mask) and fills_tiles(problem, ROWS)
         tuning, head_dims = BACKWARD_TILE_CONFIGS[widths], (problem.head_dim, problem.head_dim_v)
         options = (problem.group, problem.mask, bool(problem.softcap), even, problem.packed)
-        return BackwardConfig(BackwardTraits(tuning, *widths, *head_dims, *options))
+        if _ordered(problem):
+            tuning = replace(tuning, registers=ORDERED_REGISTERS)
+        ordered = _ordered(problem), _reversed_sections(problem)
+        return BackwardConfig(BackwardTraits(tuning, *widths, *head_dims, *options, *ordered))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem, backward=True)
 
     def workspace(self, problem: Problem, config: BackwardConfig) -> tuple[Buffer, ...]:
-        """LSE and -delta of each row in whole tiles, and dQ's float32 sum, which preprocess_kernel zeroes."""
+        """LSE and -delta of each row in whole tiles, and dQ's float32 sum. Deterministic: a semaphore for each tile of
+        dQ, and the counter of programs. preprocess_kernel zeroes all but the first.
+        """
         form = config.form
         tiles = (entries(problem), problem.heads_q, query_tiles(problem, form.block_m))
-        return (
+        buffers = [
             Buffer("rows", (2, *tiles, form.block_m), torch.float32),
             Buffer("dq_sum", (*tiles, form.block_m * form.block_d), torch.float32),
-        )
+        ]
+        if form.deterministic:
+            buffers += [Buffer("dq_semaphores", tiles, torch.int32), Buffer("counter", (1,), torch.int32)]
+        return tuple(buffers)
 
     def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
         from .launch_backward import run_backward
@@ -187,6 +197,20 @@ def backward_tiled(problem: Problem) -> tuple[int, int] | None:
     """The key of BACKWARD_TILE_CONFIGS for a problem's head dimensions, or None if no tile is wide enough."""
     sizes = problem.head_dim, problem.head_dim_v
     return next((w for w in BACKWARD_TILE_CONFIGS if w[0] >= sizes[0] and w[1] >= sizes[1]), None)
+
+
+def _ordered(problem: Problem) -> bool:
+    return problem.deterministic or problem.batch_invariant
+
+
+def _reversed_sections(problem: Problem) -> int:
+    """Sections of causal heads in which dq is added from the first keys to the last: as many as in the Hopper backward,
+    where they are measured. None with batch_invariant, where a head's gradients must not depend on the number of heads.
+    """
+    causal = problem.mask.right and not problem.mask.left and not problem.packed
+    if not (problem.deterministic and causal) or problem.batch_invariant:
+        return 0
+    return 2 if problem.group > 1 else 1
 
 
 def _against_functions(problem: Problem) -> str | None:

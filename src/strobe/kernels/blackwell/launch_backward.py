@@ -37,6 +37,8 @@ class RowTensors(NamedTuple):
     delta: Any  # output in rows
     stats: Any  # output in whole tiles: LSE of all rows, then -delta of all
     dq_sum: Any
+    dq_semaphores: Any  # or None
+    tile_counter: Any  # or None
     cu_seqlens_q: Any  # or None
 
 
@@ -76,14 +78,15 @@ class Views(NamedTuple):
 
 def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
     stats, dq_sum = workspace["rows"], workspace["dq_sum"]
+    in_order = workspace.get("dq_semaphores"), workspace.get("counter")
     key_ranges = plan.config.form.key_ranges
     dk, dv = writable(t.dk, key_ranges), writable(t.dv, key_ranges)
     dout = operand(t.dout, call, key_ranges)
-    rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, call.cu_seqlens_q)
+    rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, *in_order, call.cu_seqlens_q)
     key: tuple = ("rows", dout.stride(), t.out.stride(), t.dlse is None)
     launched = [launcher.start(plan, key, rows, lambda: preprocess_launch(plan, rows))]
     views = Views(call.q, call.k, call.v, dout, stats, dk, dv)
-    pointers = main_pointers(call, key_ranges, dq_sum)
+    pointers = main_pointers(call, key_ranges, (dq_sum, *in_order))
     moved = (*views, *pointers[:-1], *(pointers.ranges or ()))
     key = (call.left, call.right, dout.stride(), dk.stride(), dv.stride())
     launched += [launcher.start(plan, key, moved, partial(main_launch, plan, call, views, pointers))]
@@ -98,11 +101,12 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
         CACHE.insert_launch(plan, backward_addresses(call, t, pieces_of(workspace)), launcher.in_sequence(launched))
 
 
-def main_pointers(call: Call, key_ranges: bool, dq_sum: Tensor) -> Pointers:
+def main_pointers(call: Call, key_ranges: bool, sums: tuple[Any, ...]) -> Pointers:
+    """sums: dQ's sum, its semaphores and the tile counter."""
     if not key_ranges:
-        return Pointers(dq_sum, call.cu_seqlens_q, call.cu_seqlens_k, None)
+        return Pointers(*sums, call.cu_seqlens_q, call.cu_seqlens_k, None)
     ranges = KeyRangeTensors(call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
-    return Pointers(dq_sum, None, None, ranges)
+    return Pointers(*sums, None, None, ranges)
 
 
 def operand(dout: Tensor, call: Call, key_ranges: bool) -> Tensor:
