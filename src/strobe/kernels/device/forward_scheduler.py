@@ -268,19 +268,57 @@ def packed_work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
 
 
 @gluon.jit
-def cached_work_tile(tile_index, cu_seqlens, cache, launch, errors, traits: gl.constexpr):
+def cached_work_tile(tile_index, num_tiles, cu_seqlens, cache, launch, errors, traits: gl.constexpr):
     """A tile of packed queries over a cache. cache: CacheTensors. offset_k is the index of the sequence."""
     shape = launch.shape
     head = tile_index % shape.heads
-    tile = shape.num_m_blocks - 1 - tile_index // shape.heads
-    sequence, m_block = find_sequence(cu_seqlens.q, tile, shape.batch, shape.seqlen_q, traits.block_m)
+    tile = (num_tiles - 1 - tile_index) // shape.heads
+    sequence, m_block = sequence_of_tile(cu_seqlens.q, tile, launch, traits)
     offset_q, seqlen_q = span_of(cu_seqlens.q, sequence, shape.batch, shape.seqlen_q)
     inside, index = (sequence > 0) & (sequence <= shape.batch), gl.minimum(gl.maximum(sequence - 1, 0), shape.batch - 1)
     _, num_keys = sequence_keys(cache.seqlens, cache.k_start, index, shape.seqlen_k, errors, traits)
     num_keys = gl.where(inside, num_keys, OUTSIDE)
-    is_valid = (m_block * traits.block_m < seqlen_q) & ~(inside & (seqlen_q <= launch.cache.few_tokens))
     seqlen = SeqlenInfo(offset_q, seqlen_q, index, num_keys, num_keys, 0)
+    is_valid = m_block * traits.block_m < seqlen_q
     return work_tile(is_valid, tile_index * 0, head, m_block, seqlen, None, launch, traits)
+
+
+@gluon.jit
+def row_tiles(cu_seqlens_q, sequence, launch, traits: gl.constexpr):
+    """How many tiles a head has of each of 32 sequences. 0 for those of few tokens, which another launch runs."""
+    n, total = launch.shape.batch, launch.shape.seqlen_q
+    _, tokens = span_of(cu_seqlens_q, sequence, n, total)
+    is_left = (sequence > 0) & (sequence <= n) & (tokens <= launch.cache.few_tokens)
+    return gl.where((sequence < n + 2) & ~is_left, gl.cdiv(tokens, traits.block_m), 0)
+
+
+@gluon.jit
+def count_cached_tiles(cu_seqlens_q, launch, traits: gl.constexpr):
+    """The number of tiles of all heads: a batch may have many sequences of few tokens, which take none."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    tiles = lane * 0
+    for begin in range(0, launch.shape.batch + 2, 32):
+        tiles += row_tiles(cu_seqlens_q, begin + lane, launch, traits)
+    return gl.sum(tiles, 0) * launch.shape.heads
+
+
+@gluon.jit
+def sequence_of_tile(cu_seqlens_q, tile, launch, traits: gl.constexpr):
+    """(sequence, block within it) of a tile, which exists."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    begin, tiles = tile * 0, row_tiles(cu_seqlens_q, lane, launch, traits)
+    count = gl.sum(tiles, 0)
+    while (tile >= count) & (begin <= launch.shape.batch):  # the next 32 sequences
+        tile -= count
+        begin += 32
+        tiles = row_tiles(cu_seqlens_q, begin + lane, launch, traits)
+        count = gl.sum(tiles, 0)
+    low, high = begin * 0, begin * 0 + 31
+    for _ in range(5):
+        middle = (low + high) // 2
+        is_behind = gl.sum(gl.where(lane <= middle, tiles, 0), 0) <= tile
+        low, high = gl.where(is_behind, middle + 1, low), gl.where(is_behind, high, middle)
+    return begin + low, tile - gl.sum(gl.where(lane < low, tiles, 0), 0)
 
 
 @gluon.jit

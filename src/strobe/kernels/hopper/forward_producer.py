@@ -7,7 +7,13 @@ consumers.
 
 from ..device.cached_keys import CachedKeys, tell_lost_boxes
 from ..device.dialect import Value, fence_async_shared, gl, gluon, mbarrier, partition_barrier, record
-from ..device.forward_scheduler import TileScheduler, WorkTilePipeline, cached_work_tile, check_cu_seqlens
+from ..device.forward_scheduler import (
+    TileScheduler,
+    WorkTilePipeline,
+    cached_work_tile,
+    check_cu_seqlens,
+    count_cached_tiles,
+)
 from ..device.key_ranges import PURE
 from ..device.pipeline import Pipeline, PipelineState
 from ..device.tile_redo import RedoRequest
@@ -60,6 +66,8 @@ class Producer:
         num_tiles, counter = self.launch.num_tiles, self.workspace.tile_counter
         if traits.packed:
             check_cu_seqlens(self.cu_seqlens, self.launch, self.workspace.errors)
+        if traits.cached:
+            num_tiles = count_cached_tiles(self.cu_seqlens.q, self.launch, traits)
         state = ProducerState.start(traits)
         scheduler = TileScheduler.start(counter, traits)
         redo = RedoRequest.none()
@@ -68,7 +76,7 @@ class Producer:
             if not traits.key_ranges:
                 if redo.pending == 0:  # asked for now, needed after this tile: the counter's latency is hidden
                     upcoming = scheduler.advance(num_tiles, counter, traits)
-            work = self.current_work(scheduler, redo)
+            work = self.current_work(scheduler, redo, num_tiles)
             if work.is_valid:
                 state = self.load_work_tile(work, redo, state)
             if traits.key_ranges:
@@ -81,22 +89,22 @@ class Producer:
         self.pipes.work.publish_end(state.work, scheduler.turn)
 
     @gluon.jit
-    def current_work(self, scheduler, redo):
+    def current_work(self, scheduler, redo, num_tiles):
         if self.traits.can_redo:
             if redo.pending > 0:
                 work = self.pipes.work.take_redo(redo, self.traits)
             else:
-                work = self.scheduled_work(scheduler)
+                work = self.scheduled_work(scheduler, num_tiles)
         else:
-            work = self.scheduled_work(scheduler)
+            work = self.scheduled_work(scheduler, num_tiles)
         return work
 
     @gluon.jit
-    def scheduled_work(self, scheduler):
+    def scheduled_work(self, scheduler, num_tiles):
         traits: gl.constexpr = self.traits
         cu_seqlens, launch, errors = self.cu_seqlens, self.launch, self.workspace.errors
         if traits.cached:
-            return cached_work_tile(scheduler.tile_index, cu_seqlens, self.cache, launch, errors, traits)
+            return cached_work_tile(scheduler.tile_index, num_tiles, cu_seqlens, self.cache, launch, errors, traits)
         else:
             return scheduler.get_current_work(cu_seqlens, self.ranges, launch, errors, traits)
 
