@@ -31,7 +31,7 @@ CASES = {
     "all pages lost": _case("pages_lost", lengths=(20, 33), news=(18, 33), lost=((0, 0, -1), (0, 1, 9999))),
     "group of 3": PAGED["group_3"],
     "one sequence": _case("prefill", lengths=(130,), news=(60,)),
-    "70 sequences": _case("mixed", lengths=(*(1, 40, 18) * 23, 90), news=(*(1, 3, 17) * 23, 20), room=0, heads=(2, 2)),
+    "37 sequences": _case("mixed", lengths=(*(1, 40, 18) * 12, 90), news=(*(1, 3, 17) * 12, 20), room=0, heads=(2, 2)),
     "rows": PAGED["rows"],
     "rows left padded, window": PAGED["rows_left_padded_window"],
     "rows with gaps": _case("rows_gaps", news=(40, 2), storage="gaps"),

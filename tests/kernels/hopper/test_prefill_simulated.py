@@ -46,7 +46,11 @@ def simulated(call: PagedCall, schedule: tuple[str, int]) -> tuple[torch.Tensor,
     return out, lse
 
 
-@pytest.mark.parametrize("n, name", list(enumerate(CASES)), ids=list(CASES))
+SLOW = ("promised", "pages of 32", "pages of 256", "window, pages of 256", "group of 3", "d192/128", "d256")  # nightly
+EACH = [pytest.param(n, name, marks=[pytest.mark.nightly] * (name in SLOW), id=name) for n, name in enumerate(CASES)]
+
+
+@pytest.mark.parametrize("n, name", EACH)
 def test_no_report_and_as_good_as_the_oracle(n, name):
     call = CASES[name].build("cpu", (torch.bfloat16, torch.float16)[n % 2], FAMILIES[n % 5], n, "hopper")
     simulated(call, SCHEDULES[n % 3])
