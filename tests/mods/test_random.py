@@ -1,48 +1,78 @@
-"""Random functions of a score and of positions against dense attention in float64 that calls the same functions."""
+"""Random functions of a score and of positions against dense attention in float64 that calls the same functions.
+
+A tree is decoded from bytes, so hypothesis draws one value for each and shrinks it towards a leaf. 20 trees share a
+call: head n has the score and the mask of tree n. The nightly run has 100,000 trees in parts; a part that has passed
+for the same sources is not run again, so an interrupted run goes on where it was.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import strobe
 from strobe.testing.mods import Functions, dense
 
-ROWS, KEYS, HEADS = 9, 11, 2
+ROWS, KEYS = 9, 11
+TREES = 20  # of a call
+PARTS, OF_A_PART = 50, 100  # of the nightly run: calls of a part
 
-# ---------------------------------------------------------------- integers: functions of (b, h, q, k)
+# ---------------------------------------------------------------- trees from bytes
 
-_integer_leaves = st.sampled_from(("b", "h", "q", "k", "q", "k")) | st.integers(-3, 12)
-_integer_nodes = lambda inner: st.one_of(
-    st.tuples(st.sampled_from(("add", "sub", "mul", "floordiv", "mod", "min", "max")), inner, inner),
-    st.tuples(st.sampled_from(("neg", "abs", "table")), inner),
-)
-integers = st.recursive(_integer_leaves, _integer_nodes, max_leaves=5)
-_comparisons = st.tuples(st.sampled_from(("lt", "le", "gt", "ge", "eq", "ne")), integers, integers)
-masks = st.recursive(
-    _comparisons,
-    lambda inner: st.one_of(
-        st.tuples(st.sampled_from(("and", "or", "xor")), inner, inner), st.tuples(st.just("not"), inner)
-    ),
-    max_leaves=4,
-)
+_INTEGER_LEAVES = ("b", "h", "q", "k", "q", "k", *range(-3, 13))
+_INTEGER_NODES = ("add", "sub", "mul", "floordiv", "mod", "min", "max", "neg", "abs", "table")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_SCORE_LEAVES = ("score", "float", "position", "row", "key", "scalar", "grid", "score")
+_SCORE_BINARY = ("add", "sub", "mul", "minimum", "maximum")
+_SCORE_UNARY = ("tanh", "sin", "abs", "sigmoid", "exp", "gelu", "softplus", "neg", "square")
 
-# ---------------------------------------------------------------- scores
 
-_score_leaves = st.one_of(
-    st.just("score"),
-    st.floats(-2, 2, width=16).map(lambda x: ("float", x)),
-    integers.map(lambda x: ("position", x)),
-    st.tuples(st.sampled_from(("row", "key", "scalar", "grid")), integers, integers),
-)
-_score_nodes = lambda inner: st.one_of(
-    st.tuples(st.sampled_from(("add", "sub", "mul", "minimum", "maximum")), inner, inner),
-    st.tuples(st.sampled_from(("tanh", "sin", "abs", "sigmoid", "exp", "gelu", "softplus", "neg", "square")), inner),
-    st.tuples(st.just("where"), masks, inner, inner),
-)
-scores = st.recursive(_score_leaves, _score_nodes, max_leaves=5)
+class Reader:
+    """Choices from bytes; behind their end the first choice."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = iter(data)
+
+    def choose(self, among):
+        return among[next(self.data, 0) % len(among)]
+
+    def integer(self, depth: int = 2):
+        if depth == 0 or self.choose((True, False, True)):
+            return self.choose(_INTEGER_LEAVES)
+        name = self.choose(_INTEGER_NODES)
+        count = 1 if name in ("neg", "abs", "table") else 2
+        return name, *[self.integer(depth - 1) for _ in range(count)]
+
+    def mask(self, depth: int = 2):
+        if depth == 0 or self.choose((True, False)):
+            return self.choose(_COMPARISONS), self.integer(), self.integer()
+        name = self.choose(("and", "or", "xor", "not"))
+        return name, *[self.mask(depth - 1) for _ in range(1 if name == "not" else 2)]
+
+    def score(self, depth: int = 3):
+        if depth == 0 or self.choose((True, False, False)):
+            name = self.choose(_SCORE_LEAVES)
+            if name == "score":
+                return name
+            if name == "float":
+                return name, self.choose(range(-16, 17)) / 8
+            return name, self.integer(), *([] if name == "position" else [self.integer()])
+        name = self.choose((*_SCORE_BINARY, *_SCORE_UNARY, "where", "where"))
+        if name == "where":
+            return name, self.mask(1), self.score(depth - 1), self.score(depth - 1)
+        return name, *[self.score(depth - 1) for _ in range(2 if name in _SCORE_BINARY else 1)]
+
+
+def decoded(data: bytes) -> tuple:
+    """(tree of a score, tree of a mask or None)."""
+    reader = Reader(data)
+    return reader.score(), reader.mask() if reader.choose((False, True, True)) else None
+
 
 _INTEGER = {
     "add": lambda a, b: a + b,
@@ -126,47 +156,109 @@ def _score(tree, score, at, held):
     return _SCORE[name](*(_score(part, score, at, held) for part in parts))
 
 
-def _functions(score_tree, mask_tree, held) -> Functions:
-    def score_mod(score, b, h, q, k):
-        return _score(score_tree, score, {"b": b, "h": h, "q": q, "k": k}, held)
-
-    def mask_mod(b, h, q, k):
-        return _seen(mask_tree, {"b": b, "h": h, "q": q, "k": k}, held)
-
-    return Functions(score_mod, None if mask_tree is None else mask_mod, held.leaves)
-
-
-def _compare(score_tree, mask_tree):
+def _compare(trees: list) -> None:
+    """Head n has the score and the mask of trees[n], so that one trace and one call serve all of them."""
     generator = torch.Generator().manual_seed(2)
     q, k, v, up = (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in ((2, ROWS, HEADS, 4), (2, KEYS, HEADS, 4), (2, KEYS, HEADS, 3), (2, ROWS, HEADS, 3))
+        torch.randn(2, length, len(trees), width, generator=generator, dtype=torch.float64)
+        for length, width in ((ROWS, 4), (KEYS, 4), (KEYS, 3), (ROWS, 3))
     )
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    functions = _functions(score_tree, mask_tree, Captured())
-    mask = None if mask_tree is None else strobe.mask_mod(functions.mask)
-    found = strobe.attention(q, k, v, score_mod=functions.score, mask=mask)
+    functions = _of_heads(trees, Captured())
+    found = strobe.attention(q, k, v, score_mod=functions.score, mask=strobe.mask_mod(functions.mask))
     exact, _ = dense(q, k, v, functions)
-    assert (found - exact).abs().max() < 1e-10
+    errors = (found - exact).abs().amax((0, 1, 3))
+    assert errors.max() < 1e-10, f"tree {int(errors.argmax())}: {trees[int(errors.argmax())]}"
     leaves = [q, k, v, *functions.leaves]
     results = [torch.autograd.grad(one, leaves, up, allow_unused=True) for one in (found, exact)]
-    for got, want in zip(*results):
+    for name, got, want in zip(("q", "k", "v", "row", "key", "scalar", "grid"), *results):
         if want is None:
-            assert got is None or got.abs().max() == 0
+            assert got is None or got.abs().max() == 0, name
         else:
             got = torch.zeros_like(want) if got is None else got
-            assert (got - want).abs().max() < 1e-9 * (1 + want.abs().max())
+            assert (got - want).abs().max() < 1e-9 * (1 + want.abs().max()), name
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
-@given(scores, st.none() | masks)
-def test_random_functions(score_tree, mask_tree):
-    _compare(score_tree, mask_tree)
+def _of_heads(trees: list, held: Captured) -> Functions:
+    """Functions of many trees, chosen by the head."""
+
+    def score_mod(score, b, h, q, k):
+        at, total = {"b": b, "h": h, "q": q, "k": k}, score
+        for head, (tree, _) in enumerate(trees):
+            total = torch.where(h == head, _score(tree, score, at, held), total)
+        return total
+
+    def mask_mod(b, h, q, k):
+        at, total = {"b": b, "h": h, "q": q, "k": k}, h >= 0
+        for head, (_, tree) in enumerate(trees):
+            if tree is not None:
+                total = torch.where(h == head, _seen(tree, at, held), total)
+        return total
+
+    return Functions(score_mod, mask_mod, held.leaves)
+
+
+DRAWN = st.lists(st.binary(min_size=12, max_size=40), min_size=TREES, max_size=TREES)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@given(DRAWN)
+def test_random_functions(drawn):
+    """2,000 pairs of a score and a mask."""
+    _compare([decoded(data) for data in drawn])
+
+
+def _sources() -> str:
+    """A hash of the code that runs here."""
+    root = Path(strobe.__file__).parent
+    files = [Path(__file__), *(file for part in ("mods", "kernels/cpu", "ops") for file in (root / part).glob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
 
 
 @pytest.mark.nightly
-@settings(max_examples=3000, deadline=None)
-@given(scores, st.none() | masks)
-def test_more_random_functions(score_tree, mask_tree):
-    _compare(score_tree, mask_tree)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_more_random_functions(part, request):
+    done = request.config.cache.get(f"strobe/random_functions/{_sources()}", [])
+    if part in done:
+        pytest.skip("has passed for these sources")
+
+    @seed(part)
+    @settings(max_examples=OF_A_PART, deadline=None, database=None)
+    @given(DRAWN)
+    def compared(drawn):
+        _compare([decoded(data) for data in drawn])
+
+    compared()
+    request.config.cache.set(f"strobe/random_functions/{_sources()}", [*done, part])
+
+
+def test_trees_cover_every_operation():
+    """Of the 2,000 of each commit: a name that is never drawn would be tested by none."""
+    names: set = set()
+
+    def walk(tree) -> None:
+        for part in tree if isinstance(tree, tuple) else (tree,):
+            walk(part) if isinstance(part, tuple) else names.add(part)
+
+    @settings(max_examples=100, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+    @given(DRAWN)
+    def drawn_trees(drawn):
+        for data in drawn:
+            walk(decoded(data))
+
+    drawn_trees()
+    assert names >= {
+        *_INTEGER,
+        *_COMPARE,
+        *_BOOLEAN,
+        *_SCORE,
+        "table",
+        "where",
+        "row",
+        "key",
+        "scalar",
+        "grid",
+        "b",
+        "h",
+    }

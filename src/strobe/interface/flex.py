@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem
@@ -37,6 +38,9 @@ def flex_attention(
             score of each row after score_mod and mask, has no gradient.
         kernel_options: ignored; they tune torch's own kernels.
 
+    On CPUs the backward of 16-bit inputs reads an output in float32, as torch's dense reference computes it, and not
+    the rounded one.
+
     Needs no torch.compile. Returns what torch returns: out [B, H, S, D], (out, lse) or (out, AuxOutput).
     Raises InvalidProblem, TypeError or UnsupportedProblem, as `attention` does.
     """
@@ -57,7 +61,7 @@ def flex_attention(
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     mask = None if block_mask is None else mask_mod(block_mask)
     greatest = None
-    if wants_lse or wants_max:
+    if wants_lse or wants_max or _keeps_out_unrounded(query, key, value):
         call = call_of(q, k, v, options=(scale, None, None))._replace(partial=True)
         call = ops_mods.bind(call, score_mod, mask, max_scores=wants_max)
         found, lse, *rest = ops_mods.run_bound(call)
@@ -70,3 +74,11 @@ def flex_attention(
     from torch.nn.attention.flex_attention import AuxOutput
 
     return out, AuxOutput(lse=lse if wants_lse else None, max_scores=greatest if wants_max else None)
+
+
+def _keeps_out_unrounded(*tensors: Tensor) -> bool:
+    """Whether the backward gets a float32 output. Where one weight of a row is large, rowsum(dO * O) with O rounded to
+    16 bits is most of the error of dQ and dK. GPUs have no memory to spare for it.
+    """
+    is_short = tensors[0].dtype.itemsize == 2 and tensors[0].device.type == "cpu"
+    return is_short and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Lowers a graph of aten operations, as make_fx records it, to nodes of a Program.
+"""Lowers a graph of aten operations, as `record` makes it, to nodes of a Program.
 
 A value of the graph is a node, a captured tensor with some of its dimensions indexed (`View`), or a short vector
 (`Lanes`), which a loop over a captured dimension makes: its elements are computed one by one.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .program import BOOL, FLOAT, INT, Builder, Captured, Program, Scatter, kind_of
+from .record import INPUT, TENSOR, Graph, Node
 from .rules import RULES, SAME, Number, Refused
 
 MOST_LANES = 256  # elements of a vector
@@ -45,26 +46,20 @@ class Captures(NamedTuple):
 class Lowering:
     """Translates one graph. `values` are the results by node of the graph."""
 
-    def __init__(self, graph: torch.fx.GraphModule, captures: Captures, names: Sequence[str]) -> None:
-        self.module = graph
+    def __init__(self, graph: Graph, captures: Captures, names: Sequence[str]) -> None:
         self.captures = captures
         self.p = Builder(
             [Captured(kind_of(t.dtype), t.dim()) for t in captures.tensors],
             [kind_of(t.dtype) for t in captures.numbers],
         )
-        self.values: dict[torch.fx.Node, Any] = {}
-        self.outputs: Sequence[Any] = ()
+        self.values: dict[Node, Any] = {}
+        self.outputs = graph.outputs
         unnamed = iter(names)
-        for node in graph.graph.nodes:
-            if node.op == "placeholder":
+        for node in graph.nodes:
+            if node.kind == INPUT:
                 self.values[node] = self.p.input(next(unnamed))
-            elif node.op == "get_attr":
-                self.values[node] = self._captured(getattr(graph, str(node.target)))
-            elif node.op == "call_function":
-                self.values[node] = self._call(node)
-            elif node.op == "output":
-                results: Any = node.args[0]
-                self.outputs = results if isinstance(results, (tuple, list)) else (results,)
+            else:
+                self.values[node] = self._captured(node.target) if node.kind == TENSOR else self._call(node)
 
     def _captured(self, tensor: Tensor) -> Any:
         for n, one in enumerate(self.captures.tensors):
@@ -81,7 +76,7 @@ class Lowering:
 
     def operand(self, argument: Any) -> Any:
         """A node's number, Lanes, or View for an argument of the graph."""
-        if isinstance(argument, torch.fx.Node):
+        if isinstance(argument, Node):
             value = self.values[argument]
             if isinstance(value, View) and not value.sizes:
                 return self.p.load(value.tensor, [i for i in value.indices if i is not None])
@@ -115,7 +110,7 @@ class Lowering:
 
     # ------------------------------------------------------------ operations
 
-    def _call(self, node: Any) -> Any:
+    def _call(self, node: Node) -> Any:
         name = _name(node)
         if name == "index":
             return self._index(node)
@@ -130,23 +125,23 @@ class Lowering:
         rule = RULES.get(name)
         if rule is None:
             raise Refused(f"uses the operation {node.target}", name)
-        kind = kind_of(node.meta["val"].dtype)
+        kind = kind_of(node.value.dtype)
         arguments = [self._argument(argument) for argument in node.args]
         given = {key: self._argument(value) for key, value in node.kwargs.items()}
         widest = next((a for a in arguments if isinstance(a, Lanes)), None)
-        sizes = tuple(node.meta["val"].shape)
+        sizes = tuple(node.value.shape)
         if widest is None:
             found = rule(self.p, kind, arguments, given)
-            if node.meta["val"].numel() > MOST_LANES:
-                raise Refused(f"makes a tensor of {node.meta['val'].numel()} elements", name)
-            return Lanes((found,) * node.meta["val"].numel(), sizes) if sizes else found
+            if node.value.numel() > MOST_LANES:
+                raise Refused(f"makes a tensor of {node.value.numel()} elements", name)
+            return Lanes((found,) * node.value.numel(), sizes) if sizes else found
         spread = [self._spread(a, sizes) if isinstance(a, Lanes) else a for a in arguments]
         count = len(next(a for a in spread if isinstance(a, Lanes)).nodes)
         each = [[a.nodes[n] if isinstance(a, Lanes) else a for a in spread] for n in range(count)]
         return Lanes(tuple(rule(self.p, kind, one, given) for one in each), sizes)
 
     def _argument(self, argument: Any) -> Any:
-        if isinstance(argument, torch.fx.Node):
+        if isinstance(argument, Node):
             return self.lanes(argument)
         return Number(argument) if isinstance(argument, (bool, int, float)) else argument
 
@@ -186,9 +181,9 @@ class Lowering:
     def _reshape(self, node: Any) -> Any:
         """view, unsqueeze, expand and the like: of a scalar the scalar, of lanes lanes of another shape."""
         value = self.lanes(node.args[0])
-        sizes = tuple(node.meta["val"].shape)
+        sizes = tuple(node.value.shape)
         if isinstance(value, int):
-            count = node.meta["val"].numel()
+            count = node.value.numel()
             return value if not sizes else Lanes((value,) * count, sizes)
         numbers = torch.arange(len(value.nodes)).view(value.sizes)
         moved = node.target(numbers, *node.args[1:], **node.kwargs)
@@ -197,7 +192,7 @@ class Lowering:
 
     def _reduce(self, name: str, node: Any) -> Any:
         value = self.lanes(node.args[0])
-        kind = kind_of(node.meta["val"].dtype)
+        kind = kind_of(node.value.dtype)
         if isinstance(value, int):
             return self.p.cast(value, kind)
         numbers = torch.arange(len(value.nodes)).view(value.sizes)
@@ -213,7 +208,7 @@ class Lowering:
             if not nodes:
                 raise Refused("reduces no element", name)
             results.append(reduce(lambda a, b: self.p.binary(operation, a, b, kind), nodes))
-        sizes = tuple(node.meta["val"].shape)
+        sizes = tuple(node.value.shape)
         return Lanes(tuple(results), sizes) if sizes else results[0]
 
 
@@ -224,8 +219,8 @@ def _count(numbers: Tensor, dims: Sequence[int]) -> int:
     return count
 
 
-def _name(node: torch.fx.Node) -> str:
-    """The name of an aten operation without its overload. make_fx lets later uses read an in-place result."""
+def _name(node: Node) -> str:
+    """The name of an aten operation without its overload; later uses of a tensor read what was written in place."""
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     return name if name.startswith("__") else name.removesuffix("_")
 
@@ -236,15 +231,13 @@ _SHAPES = (
 )  # fmt: skip
 
 
-def lower(graph: torch.fx.GraphModule, captures: Captures, names: Sequence[str], kind: str) -> Program:
+def lower(graph: Graph, captures: Captures, names: Sequence[str], kind: str) -> Program:
     """The Program of a traced function, whose one result is converted to `kind`."""
     lowering = Lowering(graph, captures, names)
     return lowering.p.program([lowering.p.cast(lowering.scalar(lowering.outputs[0]), kind)])
 
 
-def lower_gradient(
-    graph: torch.fx.GraphModule, captures: Captures, names: Sequence[str], loads: Sequence[int | None]
-) -> Program:
+def lower_gradient(graph: Graph, captures: Captures, names: Sequence[str], loads: Sequence[int | None]) -> Program:
     """The Program of a gradient. The graph gives out dscore, then dload for each load, then the loaded values.
 
     loads: None for a load whose gradient is zero, else its position among the gradients.
@@ -262,7 +255,7 @@ def lower_gradient(
     return lowering.p.program(found, scatters)
 
 
-def _elements(lowering: Lowering, loaded: torch.fx.Node, gradient: torch.fx.Node):
+def _elements(lowering: Lowering, loaded: Node, gradient: Node):
     """(View of one element, node of its gradient) for each element of a load."""
     view, values = lowering.values[loaded], lowering.lanes(gradient)
     if isinstance(values, int):

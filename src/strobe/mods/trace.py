@@ -1,7 +1,7 @@
 """Traces a Python function of a score and positions once, into a `Program`.
 
-make_fx records the function's operations on 0-d tensors of the meta device, which have no data. Captured tensors are
-replaced by meta tensors of their shapes, so tracing reads no data and works for tensors of any device.
+`record` writes down the function's operations on 0-d tensors of the meta device, which have no data. Captured tensors
+are replaced by meta tensors of their shapes, so tracing reads no data and works for tensors of any device.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..errors import UnsupportedProblem
 from .captures import Captured, replaced
 from .lowering import Captures, Lowering, Refused, lower, lower_gradient
 from .program import BOOL, FLOAT, INPUTS, Program
+from .record import record
 
 SCORE_INPUTS = ("score", "b", "h", "q", "k")
 MASK_INPUTS = ("b", "h", "q", "k")
@@ -55,11 +56,9 @@ def trace(source: Source, inputs: Sequence[str], gradient: bool = False) -> Trac
     stand_ins = _stand_ins(source)
     function = replaced(source.function, stand_ins.replacements)
     mode = _Recorder(source, stand_ins.tensors)
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     with _refusals(source, mode):
         with torch.no_grad(), mode:
-            graph = make_fx(lambda *positions: function(*positions))(*_examples(inputs))
+            graph = record(function, _examples(inputs))
         program = lower(graph, Captures(*stand_ins[:2]), inputs, FLOAT if is_score else BOOL)
     derivative = None
     if gradient and is_score:
@@ -70,8 +69,6 @@ def trace(source: Source, inputs: Sequence[str], gradient: bool = False) -> Trac
 
 def _gradient(source: Source, inputs: Sequence[str]) -> Program:
     """The gradient of the score and of captured tensors, by autograd on the function."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     stand_ins = _stand_ins(source)
     wanted = [
         one.requires_grad_() for one, real in zip(stand_ins.tensors, source.captured.tensors) if real.requires_grad
@@ -95,7 +92,7 @@ def _gradient(source: Source, inputs: Sequence[str]) -> Program:
 
     names = ("grad", *inputs)
     with mode:
-        graph = make_fx(joint)(*_examples(names))
+        graph = record(joint, _examples(names))
     return lower_gradient(graph, Captures(*stand_ins[:2]), names, [n if one else None for n, one in enumerate(found)])
 
 

@@ -39,6 +39,7 @@ extra. Results do not depend on the fallbacks. With all of them, host times of s
         _set_sdp_priority_order                                                   cuDNN (Hopper), SDPA keeps it
     _inductor.lowering, virtualized       give Inductor a missing lowering        one compilation for each offset
     _functorch.config.donated_buffer      times many backwards of FlexAttention   torch refuses the second backward
+    _python_dispatch.TorchDispatchMode    records functions of scores             none: every torch since 1.13 has it
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 T = TypeVar("T")
 _PLAIN = torch.empty(0)  # made outside every mode and transform
