@@ -240,7 +240,7 @@ def test_the_ops_pass_torchs_own_checks():
     call = ops_mods.bind(
         Call(q.requires_grad_(), k, v), functions.score, strobe.mask_mod(MODS["by_head"].make(torch.float64).mask)
     )
-    arguments = ops_mods._arguments(call)
+    arguments = ops_mods.arguments(call)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops_mods.FORWARD, arguments, test_utils=checks)
     out, lse, greatest = ops_mods.FORWARD(*arguments)
