@@ -163,7 +163,7 @@ def test_the_hopper_forward_over_caches_compiles_with_each_tiling():
         assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
         assert row["warps"] == 4 * form.tuning.consumers + 4, unit
         seen.add(replace(form.tuning, pack_gqa=1))
-    assert seen == {*prefill_config.TUNINGS.values(), *prefill_config.SMALLER.values()}
+    assert seen == {*prefill_config.TUNINGS.values(), *prefill_config.CAPPED.values()}
 
 
 def test_forwards_with_the_bits_of_a_decode_multiply_as_it_does():

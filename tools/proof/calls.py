@@ -294,7 +294,6 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "paged d64 float8, 4 tokens": lambda: _paged(64, tokens=9, promised=4, cache_dtype=FP8),
     "paged d256 rows, 16 tokens": lambda: _paged(256, 0, tokens=20, promised=16),
     "paged d128 prefill": lambda: _paged(128, tokens=2048, keys=4096),
-    "paged d128 prefill, many tokens": lambda: _paged(128, tokens=8192, keys=4096),
     "paged d128 prefill, pages of 128, window sinks softcap": lambda: _paged(
         128, 128, tokens=2048, keys=4096, left=900, sinks=torch.zeros(32), softcap=20.0
     ),

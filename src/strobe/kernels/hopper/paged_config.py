@@ -60,8 +60,10 @@ class HopperPaged(HopperDecode):
 
     def config(self, problem: PagedProblem, target: Target) -> DecodeConfig | MixedConfig:  # type: ignore[override]
         if not is_few(problem):
-            decode = None if problem.layout.batch == 1 else self.config(of_few(problem), target)
-            return MixedConfig(prefill_traits(problem, target), decode)  # type: ignore[arg-type]
+            decode = self.config(of_few(problem), target)
+            # Decodes of unsplit keys are as fast in the forward, and in one launch they overlap with prefills.
+            splits = problem.layout.batch > 1 and isinstance(decode, DecodeConfig) and decode.n_splits > 1
+            return MixedConfig(prefill_traits(problem, target), decode if splits else None)  # type: ignore[arg-type]
         config = super().config(problem, target)
         traits = PagedTraits(**{f.name: getattr(config.traits, f.name) for f in fields(config.traits)})
         return DecodeConfig(traits, config.n_splits, config.split_size)
