@@ -309,7 +309,8 @@ def _scatters(
     with dscore 0 and add 0.
 
     Elements that go to one place are summed before: all queries, and 16 keys, where no index depends on them, or as
-    many as have the same indices. Sums of 16 keys stay within a warp.
+    many as have the same indices. Sums of 16 keys stay within a warp. The indices of a sum are those of its first
+    element.
     """
     found: list[tuple[list[int], list[str]]] = []
     results = iter(program.outputs[1:])
@@ -334,7 +335,8 @@ def _scatters(
             for d, i in enumerate(indices):
                 if any(_constant_over(program, name)[i] <= MOST_SUMMED for name in ("k", "q")):
                     words[d] = f"at{n}_{d}"
-                    lines.append(f"{words[d]} = tl.min(tl.min(tl.reshape({names[i]} + {tile}, {shape}), 3), 1)")
+                    index = f"tl.reshape({names[i]} + {tile}, {shape})"
+                    lines.append(f"{words[d]} = tl.reduce(tl.reduce({index}, 3, first), 1, first)")
             lines.append(f"{sum_of} = tl.sum(tl.sum(tl.reshape({sum_of}, {shape}), 3), 1)")
         address = _address(at, words, [ranges[i] for i in indices], 1, places.tensors[scatter.tensor])
         lines.append(f'tl.atomic_add({address} + tl.where({sum_of} == 0, 0, 0), {sum_of}, sem="relaxed")')
