@@ -89,12 +89,16 @@ class BaselineRun(NamedTuple):
     fault: str = ""
 
 
-def run_baseline(suite: Suite, name: str, folder: str) -> BaselineRun:
-    """Run the unchanged kernel of a scene and store its outputs in the folder. `fault` is what is wrong with it."""
+def run_baseline(suite: Suite, name: str, folder: str, sources: str = "") -> BaselineRun:
+    """Run the unchanged kernel of a scene and store its outputs in the folder. sources: if one run already has this
+    hash, the other schedules are left out.
+    """
     started = time.perf_counter()
     run = _campaign(suite, name, MAX_SECONDS)
     try:
-        baseline = run.baseline()
+        baseline = run.baseline(every_schedule=not sources)
+        if sources and baseline.sources != sources:
+            baseline = run.baseline()
     except SimulationFault as fault:
         return BaselineRun("", [], time.perf_counter() - started, {}, str(fault))
     torch.save(baseline.expected, _outputs(folder, suite, name))
@@ -293,7 +297,10 @@ class Runner:
     def _drain(self, pool: Executor, folder: str, chosen: Sequence[tuple[Suite, Any]]) -> None:
         left: dict[tuple[str, str], int] = {}  # mutants of each scene
         total = done = 0
-        tasks = deque(_Task(suite, scene, run_baseline, (suite, scene.name, folder)) for suite, scene in chosen)
+        tasks = deque(
+            _Task(suite, scene, run_baseline, (suite, scene.name, folder, self._known_sources(suite, scene)))
+            for suite, scene in chosen
+        )
         pending: dict[Future, _Task] = {}
         while tasks or pending:
             while tasks and len(pending) < (1 if self.jobs == 1 else 2 * self.jobs):
@@ -316,6 +323,12 @@ class Runner:
                     self.journal.add(place | future.result())
                     left[key], done = left[key] - 1, done + 1
                 self.progress(done, total, sum(count == 0 for count in left.values()), len(chosen))
+
+    def _known_sources(self, suite: Suite, scene: Any) -> str:
+        """The hash for which nothing of a scene is left to measure, or ""."""
+        key = str(suite.scenes), scene.name
+        known = self.journal.baselines.get(key, {}).get("sources") or ""
+        return known if not self.measure else self._current.get(key) or ""
 
     def _begin(self, suite: Suite, scene: Any, baseline: BaselineRun) -> list[tuple[int, tuple[str, int]]]:
         """Note a scene. Returns its mutants that the journal does not know, with their indices."""

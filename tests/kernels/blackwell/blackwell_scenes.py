@@ -80,4 +80,8 @@ def _backward(case: Case, **options) -> tuple[Tensor, ...]:
 
 # forward*.py of blackwell and device, and pipeline.py
 FORWARD = "../../../src/strobe/kernels/[bd]*/[fp][oi][rp]*.py"
-SCENES = tuple(Scene(run.__name__, "sm_100", run, FORWARD) for run in (blackwell_d128, blackwell_d192_128))
+BACKWARD = "../../../src/strobe/kernels/blackwell/backward*.py"
+SCENES = (
+    *(Scene(run.__name__, "sm_100", run, FORWARD) for run in (blackwell_d128, blackwell_d192_128)),
+    *(Scene(run.__name__, "sm_100", run, BACKWARD) for run in (backward_d64, backward_documents, backward_d192_128)),
+)

@@ -8,7 +8,7 @@ SMs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from strobe import reference
-from strobe.kernels.hopper import decode_config, kernel, traits
+from strobe.kernels.hopper import decode_config, kernel, launch_decode, launch_paged, traits
+from strobe.kernels.protocol import Forward
 from strobe.ops import attention as ops
 from strobe.ops import decode as ops_decode
 from strobe.problem.decode import DecodeCall
+from strobe.problem.paged import PagedProblem
+from strobe.problem.problem import Problem
+from strobe.selection.select import select
 from strobe.testing import Case
+from strobe.testing.paged import PAGED, PagedCase
+from tests.kernels.hopper import test_backward_hooks as backward_hooks
+from tests.kernels.hopper import test_forward_hooks as forward_hooks
 from tests.kernels.hopper.hopper_cases import CAUSAL, H200, band, runs
 from tools.proof.simulate import posing
 
@@ -98,6 +105,39 @@ def forward_noncontiguous() -> tuple[Tensor, ...]:
     return _forward(
         256, 512, 128, unknown=slice(100, 150), mask=runs((200, 56), (0, 1), (100, 50, 100, 162, 100), (0, 2, 1, 0, 1))
     )
+
+
+def _forward_hooks(name: str, blocks: bool) -> tuple[Tensor, ...]:
+    if blocks:
+        listed = forward_hooks.LISTS[name]
+        case, functions, early = listed.case, listed.mods, listed.early
+    else:
+        case, functions, early = forward_hooks.MODS[name]
+    call = case.build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")
+    mods = forward_hooks.mods_of(functions, case, "cpu")
+    lists = forward_hooks.blocks_for(listed, call, "cpu") if blocks else None
+    with posing(H200):
+        return forward_hooks.launched(case, call, H200, mods, lists, early)[:2]
+
+
+def forward_score_mod() -> tuple[Tensor, ...]:
+    """A function of scores lifts keys in the middle, so that both tiles of each head are redone."""
+    return _forward_hooks("leap", blocks=False)
+
+
+def forward_mods_causal() -> tuple[Tensor, ...]:
+    """Functions of scores and of masks below the diagonal: three tiles of each of two heads."""
+    return _forward_hooks("alibi_and_segments", blocks=False)
+
+
+def forward_block_lists() -> tuple[Tensor, ...]:
+    """Drawn lists of full and partial key blocks, of each entry and head its own: four tiles for each of four."""
+    return _forward_hooks("drawn", blocks=True)
+
+
+def forward_block_lists_empty() -> tuple[Tensor, ...]:
+    """The first of three tiles of each head has an empty list, and optimistic softmax redoes tiles."""
+    return _forward_hooks("empty", blocks=True)
 
 
 def work_tile_pipeline() -> tuple[Tensor, ...]:
@@ -221,6 +261,93 @@ def backward_dq_semaphore() -> tuple[Tensor, ...]:
     return _backward(640, 384, 64, deterministic=True)
 
 
+def _backward_hooks(case: Case, functions: str, kinds: str = "") -> tuple[Tensor, ...]:
+    mods = backward_hooks.mods_of(functions, case, "cpu")
+    call = case.build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")._replace(needs_grad=False)
+    form = kernel.BACKWARD.config(Problem.from_call(call), H200).form
+    blocks = backward_hooks.blocks_for(call, (form.block_m, form.block_n), kinds, shared=True) if kinds else None
+    with posing(H200):
+        found = backward_hooks.launched(call, mods, H200, backward_hooks.drawn(call), blocks)
+    return (found.dq, found.dk, found.dv, *(() if mods.total is None else (mods.total,)))
+
+
+def backward_score_mod() -> tuple[Tensor, ...]:
+    """A function of scores with a captured gradient and a function of masks: three query tiles, two key tiles of two
+    heads.
+    """
+    case = Case("scene", 192, 256, head_dim=128, batch=1, heads=(2, 2), mask=CAUSAL)
+    return _backward_hooks(case, "alibi+every_third")
+
+
+def backward_score_mod_d64() -> tuple[Tensor, ...]:
+    """Consumers split the rows of dq: a function of scores whose gradient needs the score before it."""
+    return _backward_hooks(Case("scene", 384, 384, head_dim=64, batch=1, heads=(2, 1)), "squared")
+
+
+def backward_block_lists() -> tuple[Tensor, ...]:
+    """Drawn lists of query blocks for each of four key tiles, two heads of a group. The window hides listed blocks, so
+    that both consumers skip steps in a row.
+    """
+    case = Case("scene", 390, 390, head_dim=128, batch=1, heads=(2, 1), mask=band(64, 0))
+    return _backward_hooks(case, "none", "drawn")
+
+
+def backward_block_lists_empty() -> tuple[Tensor, ...]:
+    """The first of three key tiles has an empty list."""
+    return _backward_hooks(Case("scene", 200, 260, head_dim=128, batch=1, heads=(1, 1)), "none", "empty")
+
+
+def backward_block_lists_d192_128() -> tuple[Tensor, ...]:
+    """Consumers split by products: drawn lists of full and partial query blocks, and a function of masks."""
+    case = Case("scene", 256, 260, head_dim=192, head_dim_v=128, batch=1, heads=(2, 1))
+    return _backward_hooks(case, "every_third", "drawn")
+
+
+def _paged(case: PagedCase, cluster: int | None = None) -> tuple[Tensor, ...]:
+    call = case.build("cpu", torch.bfloat16, seed=1, kernel="hopper")
+    sizes = {} if cluster is None else {"cluster_size": lambda *_: cluster}
+    with ExitStack() as patches:
+        patches.enter_context(patch.multiple(decode_config, **sizes) if sizes else nullcontext())
+        for launch in (launch_decode, launch_paged):
+            counters = torch.zeros(4096, dtype=torch.int32)
+            zeros = lambda device, count, counters=counters: counters[:count]
+            patches.enter_context(patch.object(launch, "zeros_on", zeros))
+        choice = select(PagedProblem.from_call(call), H200)
+        assert choice.forward.kernel.name == "hopper.paged"
+        problem = choice.problem
+        dtypes = problem.out_dtype, problem.lse_dtype
+        found = [torch.full(shape, torch.nan, dtype=dtype) for shape, dtype in zip(problem.out_shapes, dtypes)]
+        patches.enter_context(posing(H200))
+        ops._launch(choice.forward, call, Forward(*found))
+    return tuple(found)
+
+
+FEW = replace(PAGED["mixed"], news=(9, 1, 0, 3), tokens=9, heads=(4, 2), padding=3)  # the decode alone
+
+
+def paged_splits() -> tuple[Tensor, ...]:
+    """Four sequences of 9, 1, 0 and 3 new tokens and rows of no sequence: splits merge in global memory."""
+    return _paged(FEW, cluster=0)
+
+
+def paged_cluster() -> tuple[Tensor, ...]:
+    """The same, whose splits run in one cluster."""
+    return _paged(FEW, cluster=4)
+
+
+def paged_prefill() -> tuple[Tensor, ...]:
+    """Many tokens of two sequences in the forward, few of two others in the decode. Keys in pages of 16, in more blocks
+    than there are stages.
+    """
+    return _paged(replace(PAGED["mixed"], head_dim=128, lengths=(300, 1, 200, 129), news=(140, 1, 130, 3)))
+
+
+def paged_prefill_lost() -> tuple[Tensor, ...]:
+    """Pages that are not in the pool: words for each stage tell the consumers which keys are hidden."""
+    lost = (*((0, page, -1) for page in range(8)), (0, 17, -1), (1, 0, -1))
+    return _paged(replace(PAGED["pages_lost"], head_dim=128, lengths=(300, 290), news=(140, 130), lost=lost))
+
+
 def _decode(dtype: torch.dtype = torch.bfloat16, cluster: int = 0) -> tuple[Tensor, ...]:
     draw = torch.Generator().manual_seed(4)
     columns = 26
@@ -283,6 +410,7 @@ REDO = KERNELS + "[dh]*/[fpot][oip][rptl]*.py"  # these, optimistic_softmax.py, 
 BACKWARD = KERNELS + "hopper/backward*.py"
 DECODE = KERNELS + "hopper/decode*.py"
 CLUSTER = KERNELS + "[dh]*/[cd][le][uc]*.py"  # cluster*.py and decode*.py
+PREFILL = KERNELS + "[dh]*/[cfpot][aoip][crptl]*.py"  # those of REDO and cached_keys.py
 FORWARD_DOCUMENTS = KERNELS + "[dh]*/[fpotz][oipe][rptl][weio]*.py"  # those of REDO and zero_foreign_rows.py
 BACKWARD_MENDED = KERNELS + "[dh]*/[bz][ae][cr]*.py"  # backward*.py and zero_foreign_rows.py
 INVARIANT = KERNELS + "hopper/batch_invariant.py"
@@ -303,6 +431,10 @@ SCENES = (
     Scene("forward_d96", "sm_90", forward_d96, FORWARD),
     Scene("forward_tile_redo", "sm_90", forward_tile_redo, REDO),
     Scene("forward_noncontiguous", "sm_90", forward_noncontiguous, FORWARD_DOCUMENTS),
+    *(
+        Scene(run.__name__, "sm_90", run, REDO)
+        for run in (forward_score_mod, forward_mods_causal, forward_block_lists, forward_block_lists_empty)
+    ),
     Scene("work_tile_pipeline", "sm_90", work_tile_pipeline, SCHEDULE),
     *(
         Scene(run.__name__, "sm_90", run, BACKWARD)
@@ -316,7 +448,10 @@ SCENES = (
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_dq_first_writer, backward_dq_written_directly)),
     Scene("backward_noncontiguous", "sm_90", backward_noncontiguous, BACKWARD_MENDED),
     *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_dq_semaphore)),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_block_lists_empty,)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),
     Scene("decode_cluster", "sm_90", decode_cluster, CLUSTER),
+    Scene("paged_splits", "sm_90", paged_splits, DECODE),
+    Scene("paged_cluster", "sm_90", paged_cluster, CLUSTER),
     Scene("invariant", "sm_90", invariant, INVARIANT),
 )
