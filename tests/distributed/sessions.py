@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import strobe
 from strobe.distributed import Plan, context_parallel, problems, warmup
@@ -56,7 +57,7 @@ def session(rank: int, folder: str, world: int, is_whole: bool) -> None:
 def steps(rank: int, folder: str, trains_alone: bool = False) -> None:
     """Steps of training and what runs around them, in each process. trains_alone: the training alone."""
     found: Found = {}
-    for part in (_trained,) if trains_alone else (_trained, _recomputed, _warmed):
+    for part in (_trained,) if trains_alone else (_trained, _recomputed, _warmed, _counted):
         part(found)
     if rank == 0:
         torch.save(found, Path(folder) / "found.pt")
@@ -233,6 +234,19 @@ def _warmed(found: Found) -> None:
                 divided.attend_shards(tensors, plan, True)
             found[f"warmed: {way}, {name}"] = set() < _kinds(ran) <= _kinds(listed)
             warmup(listed)
+
+
+def _counted(found: Found) -> None:
+    """A mode that looks for ops, such as torch's counter of FLOPs, sees the forward and the backward of each piece."""
+    tensors = [t.float() for t in divided.inputs(SEQLEN, 3, 7)]
+    plan = context_parallel(scheme="keys").plan(strobe.window(5, 0), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
+    expected = divided.attend_shards(tensors, plan, True)
+    with FlopCounterMode(display=False) as counter:
+        results = divided.attend_shards(tensors, plan, True)
+    counts = counter.get_flop_counts()["Global"]
+    names = {str(op) for op, count in counts.items() if count > 0}
+    found["counted: bits"] = divided.difference(results, expected) == 0.0
+    found["counted: ops"] = any("backward" in name for name in names) and any("forward" in name for name in names)
 
 
 def _kinds(several: Iterable[Problem]) -> set:

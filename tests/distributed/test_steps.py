@@ -30,7 +30,7 @@ def _of(found: dict, start: str) -> dict:
     return part
 
 
-@pytest.mark.parametrize("start", ["checkpointed", "compiled", "autocast", "warmed"])
+@pytest.mark.parametrize("start", ["checkpointed", "compiled", "autocast", "warmed", "counted"])
 def test_what_must_hold_exactly(start, found):
     assert {name for name, holds in _of(found, f"{start}: ").items() if holds is not True} == set()
 

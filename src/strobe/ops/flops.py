@@ -29,7 +29,8 @@ def tell_counters() -> None:
     if _COUNTER not in sys.modules:
         return
     known: Any = sys.modules[_COUNTER]
-    formulas = {torch.ops.strobe.forward: forward_flops, torch.ops.strobe.backward: backward_flops}
+    own = torch.ops.strobe
+    formulas = {own.forward: forward_flops, own.forward_out: forward_out_flops, own.backward: backward_flops}
     missing = [op for op in formulas if op not in known.flop_registry]
     for op in missing:
         known.register_flop_formula(op)(formulas[op])
@@ -45,6 +46,11 @@ def forward_flops(q_shape, k_shape, v_shape, *flat, out_shape=None, **_) -> int:
     True
     """
     return 2 * _pairs(q_shape, k_shape, flat) * (q_shape[-1] + v_shape[-1])
+
+
+def forward_out_flops(out_shape_given, q_shape, k_shape, v_shape, *flat, **_) -> int:
+    """FLOPs of a forward into a tensor, as a piece of a context-parallel call has."""
+    return forward_flops(q_shape, k_shape, v_shape, *flat)
 
 
 def backward_flops(dout_shape, o_shape, lse_shape, dlse_shape, q_shape, k_shape, v_shape, *flat, **_) -> int:
