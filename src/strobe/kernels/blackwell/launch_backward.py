@@ -101,7 +101,7 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
         CACHE.insert_launch(plan, backward_addresses(call, t, pieces_of(workspace)), launcher.in_sequence(launched))
 
 
-def main_pointers(call: Call, key_ranges: bool, sums: tuple[Any, ...]) -> Pointers:
+def main_pointers(call: Call, key_ranges: bool, sums: tuple[Any, Any, Any]) -> Pointers:
     """sums: dQ's sum, its semaphores and the tile counter."""
     if not key_ranges:
         return Pointers(*sums, call.cu_seqlens_q, call.cu_seqlens_k, None)

@@ -105,7 +105,7 @@ def block_list_params(lists: BlockLists, form: Any) -> BlockListParams:
         raise KernelFault(f"full blocks: the traits say {form.has_full_blocks}, the lists {full}")
     strides = (heads * blocks if entries > 1 else 0, blocks if heads > 1 else 0)
     most = [0 if indices is None else indices.shape[-1] for indices in (lists.kv_indices, lists.full_kv_indices)]
-    return BlockListParams(*lists, *strides, *most, blocks)
+    return BlockListParams(*lists, *strides, most[0], most[1], blocks)
 
 
 def pointers(rest: LaunchTensors, key_ranges: bool) -> Pointers:
