@@ -18,7 +18,7 @@ INT = lambda *values, device="cpu": torch.tensor(values, dtype=torch.int32, devi
 
 
 def simulated(target):
-    """Within the block, GPU kernels run in the simulator. Imported here, since a GPU's machine may lack what it needs."""
+    """Within the block, GPU kernels run in the simulator. Imported here: a GPU's machine may lack what it needs."""
     from tools.proof.simulate import on
 
     return on(target)

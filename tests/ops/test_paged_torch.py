@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import strobe
+from strobe.ops import decode as ops_decode
 from strobe.ops import paged as ops_paged
 from strobe.problem.paged import PagedCall, PagedProblem
 from strobe.testing.paged import PAGED
@@ -196,3 +197,50 @@ def test_calls_are_replayed_and_equal():
         again = ops_paged.run(call)
         assert all(map(torch.equal, first, again))
         del again
+
+
+def test_out_is_written_without_the_dispatcher_and_checked(device, kernel):
+    """A repeated call with out= has the same checks: other memory, shapes and strides are looked at anew."""
+    q = torch.randn(6, 4, 8, device=device)
+    k = torch.randn(2, 16, 2, 8, device=device)
+    lengths, offsets = INT(9, 16).to(device), INT(0, 4, 6).to(device)
+    cache = strobe.DenseCache(k, k.clone(), lengths)
+    run = lambda q, out: strobe.attention_paged(q, cache, cu_seqlens_q=offsets, kernel=kernel, out=out)
+    wanted = strobe.attention_paged(q, cache, cu_seqlens_q=offsets, kernel=kernel)
+    room = torch.full((6, 4, 16), torch.nan, device=device)
+    for _ in range(3):
+        out = torch.full_like(q, torch.nan)
+        version = out._version
+        assert run(q, out) is out and torch.equal(out, wanted) and out._version > version
+        assert torch.equal(run(q, room[..., :8]), wanted) and room[..., 8:].isnan().all()
+        mine = q.clone()
+        assert run(mine, mine) is mine and torch.equal(mine, wanted)
+        for wrong, name in ((torch.empty(6, 4, 9, device=device), "shape"), (torch.empty_like(q).half(), "float16")):
+            with pytest.raises(strobe.InvalidProblem, match=name):
+                run(q, wrong)
+        with pytest.raises(strobe.InvalidProblem, match="out"):
+            run(q, k.view(-1)[: q.numel()].view(q.shape))
+    with pytest.raises(strobe.UnsupportedProblem, match="gradients"):
+        run(q, torch.empty_like(q).requires_grad_())
+
+
+def test_a_replay_writes_to_the_given_out(monkeypatch):
+    """The launch that is looked up by out's address runs alone, and out counts as written; other strides are not
+    looked up.
+    """
+    seen = []
+
+    class Launches:
+        @staticmethod
+        def get(key):
+            return lambda: seen.append(key) or True
+
+    monkeypatch.setattr(ops_decode, "launches_here", lambda plan, q: Launches)
+    monkeypatch.setattr(ops_decode, "empty_here", lambda shape, strides, dtype: torch.empty(shape, dtype=dtype))
+    out = torch.full_like(Q, 7.0)
+    version = out._version
+    assert strobe.attention_paged(Q, CACHE, cu_seqlens_q=OFFSETS, out=out) is out
+    assert len(seen) == 1 and out.data_ptr() in seen[0] and out._version > version and (out == 7).all()
+    room = torch.full((*Q.shape[:2], 2 * Q.shape[2]), 7.0)[..., : Q.shape[2]]
+    strobe.attention_paged(Q, CACHE, cu_seqlens_q=OFFSETS, out=room)
+    assert len(seen) == 1 and not (room == 7).any()

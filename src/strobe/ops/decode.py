@@ -82,29 +82,43 @@ def write(
         _launch(choice.forward, _received(call), t, workspace)
 
 
-def attend(call: DecodeCall | PagedCall, choice: Choice[Any], alone: bool = False) -> tuple[Tensor, Tensor | None]:
+def attend(
+    call: DecodeCall | PagedCall, choice: Choice[Any], alone: bool = False, given: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """out and lse. Replays a cached launch at these addresses if there is one: Triton's launcher takes longer than a
     short decode.
 
     alone: the caller ignores lse. lse then follows the workspace in the same allocation, and the returned lse may be
-    None.
+    None. given: out, which is checked unless the same launch has run at these addresses.
     """
     plan, problem = choice.forward, choice.problem
     kind, lse_kind = problem.outputs
-    launches = launches_here(plan, call.q)
+    launches = launches_here(plan, call.q) if given is None or _is_like(given, kind) else None
     if launches is None:
+        if given is not None:
+            return given, write_out(given, call, choice)
         out, lse = (call.q.new_empty_strided(*like[:2], dtype=like[2]) for like in (kind, lse_kind))
         write(choice, call, Forward(out, lse))
         return out, lse
-    out, lse, size = empty_here(*kind), None if alone else empty_here(*lse_kind), plan.room + alone * problem.lse_bytes
+    out = empty_here(*kind) if given is None else given
+    lse, size = None if alone else empty_here(*lse_kind), plan.room + alone * problem.lse_bytes
     held = [empty_here((size,), (1,), torch.uint8)] if size else []
     begin = held[0].data_ptr() if held else 0
-    written = (out.data_ptr(), begin + plan.room if lse is None else lse.data_ptr(), *[begin] * bool(plan.room))
-    launch = launches.get(decode_addresses(call, *written))
+    places = (out.data_ptr(), begin + plan.room if lse is None else lse.data_ptr(), *[begin] * bool(plan.room))
+    launch = launches.get(decode_addresses(call, *places))
     if launch is None or not launch():
         lse = held[0][plan.room :].view(lse_kind[2]).view(lse_kind[0]) if lse is None else lse
+        if given is not None:
+            _check_given(given, call, problem)
         write(choice, call, Forward(out, lse), cut(plan, held if plan.room else []))
+    if given is not None:
+        written(given)
     return out, lse
+
+
+def _is_like(out: Tensor, kind: tuple) -> bool:
+    """Whether out has the shape, strides and dtype that outputs have."""
+    return out.shape == kind[0] and out.stride() == kind[1] and out.dtype == kind[2]
 
 
 def _decode(*flat: Any) -> tuple[Tensor, Tensor | None]:
@@ -120,6 +134,14 @@ def _decode_out(out: Tensor, *flat: Any) -> Tensor:
 def write_out(out: Tensor, call: DecodeCall | PagedCall, choice: Choice[Any]) -> Tensor:
     """Write the result to `out` and return lse."""
     problem = choice.problem
+    _check_given(out, call, problem)
+    lse = call.q.new_empty(problem.out_shapes[1], dtype=problem.lse_dtype)
+    write(choice, call, Forward(out, lse))
+    written(out)
+    return lse
+
+
+def _check_given(out: Tensor, call: DecodeCall | PagedCall, problem: DecodeProblem) -> None:
     check_out(out, problem.out_shapes[0], problem.out_dtype, call.q)
     # out may be q itself: kernels read each row before they write it
     is_q = out.data_ptr() == call.q.data_ptr() and out.shape == call.q.shape and out.stride() == call.q.stride()
@@ -127,15 +149,14 @@ def write_out(out: Tensor, call: DecodeCall | PagedCall, choice: Choice[Any]) ->
     check_apart(
         out, read, ("q", "the cache's k", "the cache's v", "sinks", "the cache's k_scale", "the cache's v_scale")
     )
-    lse = call.q.new_empty(problem.out_shapes[1], dtype=problem.lse_dtype)
-    write(choice, call, Forward(out, lse))
-    written(out)
-    return lse
 
 
 def _append(*flat: Any) -> None:
     call = AppendCall(*flat)
-    choice = decide_append(call)
+    _write_new(call, decide_append(call))
+
+
+def _write_new(call: AppendCall, choice: Choice[AppendProblem]) -> None:
     if not choice.problem.vacuous:
         _check_pools_apart(call)
         _check_new_apart(call)
@@ -247,6 +268,13 @@ APPENDED = torch.ops.strobe.appended.default
 # ---------------------------------------------------------------- entry points
 
 
+def direct(call: Any, decide: Callable[[Any], Choice], out: Tensor | None) -> Choice | None:
+    """The Choice of a call that writes to `out` and needs no dispatcher, or None."""
+    if not isinstance(call.q, Tensor):
+        return None
+    return CACHE.direct_choice(call, decide, *([] if out is None else [out]))
+
+
 def prepare(call: DecodeCall) -> DecodeCall:
     """The call as the op takes it: q is cast to autocast's dtype if the cache has this dtype or float8_e4m3fn."""
     q = autocast_queries(call.q, call.k)
@@ -268,9 +296,9 @@ def run(call: DecodeCall, out: Tensor | None = None) -> tuple[Tensor, Tensor]: .
 def run(call: DecodeCall, out: Tensor | None, alone: bool) -> tuple[Tensor, Tensor | None]: ...
 def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tuple[Tensor, Tensor | None]:
     """out and lse of a call. The op's body runs directly if no dispatcher is needed. alone: the caller ignores lse."""
-    choice = CACHE.direct_choice(call, decide) if out is None and isinstance(call.q, Tensor) else None
+    choice = direct(call, decide, out)
     if choice is not None:
-        return attend(call, choice, alone)
+        return attend(call, choice, alone, out)
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "decode")
     if is_distributed(call.q):
@@ -287,6 +315,10 @@ def run(call: DecodeCall, out: Tensor | None = None, alone: bool = False) -> tup
 
 def append(call: AppendCall) -> None:
     """Write k_new and v_new to the pools; in place, or by a copy if `written_by_copy` requires it."""
+    choice = CACHE.direct_choice(call, decide_append) if isinstance(call.k_new, Tensor) else None
+    if choice is not None:
+        _write_new(call, choice)
+        return
     refuse_gradients(call.tensors, "append")
     if batched(call.tensors):
         raise UnsupportedProblem(

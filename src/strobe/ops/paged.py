@@ -9,7 +9,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ..kernels.runtime.launch_cache import CACHE
 from ..problem.call import accumulator
 from ..problem.decode import refuse_gradients
 from ..problem.paged import PagedCall, PagedProblem, check
@@ -17,7 +16,7 @@ from ..problem.torch_state import written_by_copy
 from ..selection.select import Choice
 from . import vmap
 from .attention import LIBRARY
-from .decode import attend, autocast_queries, decided, fields, write_out
+from .decode import attend, autocast_queries, decided, direct, fields, write_out
 from .fake import check_no_vmap, check_out, copied, writes_to
 
 
@@ -79,9 +78,9 @@ def run(call: PagedCall, out: Tensor | None = None) -> tuple[Tensor, Tensor]: ..
 def run(call: PagedCall, out: Tensor | None, alone: bool) -> tuple[Tensor, Tensor | None]: ...
 def run(call: PagedCall, out: Tensor | None = None, alone: bool = False) -> tuple[Tensor, Tensor | None]:
     """out and lse of a call. The op's body runs directly if no dispatcher is needed. alone: the caller ignores lse."""
-    choice = CACHE.direct_choice(call, decide) if out is None and isinstance(call.q, Tensor) else None
+    choice = direct(call, decide, out)
     if choice is not None:
-        return attend(call, choice, alone)
+        return attend(call, choice, alone, out)
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "attention_paged")
     if out is not None:

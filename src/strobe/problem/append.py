@@ -76,6 +76,11 @@ class AppendCall(NamedTuple):
         return [field for field in self.about if field is not None]
 
     @property
+    def whole(self) -> bool:
+        """Whether all tensors but the new keys and the pools are contiguous. Kernels do not read their strides."""
+        return all([field is None or field.is_contiguous() for field in self[4:11]])
+
+    @property
     def packed(self) -> bool:
         return self.at_slots or self.cu_seqlens_q is not None
 
