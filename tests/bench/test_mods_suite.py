@@ -24,7 +24,7 @@ def small(what: str, backward: bool) -> mods.ModsCase:
 def test_a_case_is_measured(what: str, backward: bool) -> None:
     row = mods.measure(small(what, backward), mods.pick([], CPU), OPTIONS)
     assert row["kernel"] == ("cpu.backward" if backward else "cpu.forward") and row["ms"] > 0
-    has_option = what in ("softcap", "documents", "prefix", "window")
+    has_option = what in ("softcap", "documents", "prefix", "window", "padding")
     assert list(row["rivals"]) == (["built_in"] if has_option else []) and len(row["refused"]) == 1 - has_option
     if has_option:
         assert row["relative_error"] < 1e-5 and row["of_built_in"] > 0

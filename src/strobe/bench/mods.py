@@ -47,7 +47,7 @@ class Functions(NamedTuple):
 
 @dataclass(frozen=True)
 class ModsCase:
-    """A case with a custom score or mask, causal but for "dilated". what: a name out of `MAKERS`."""
+    """A case with a custom score or mask, its scores causal. what: a name out of `MAKERS`."""
 
     name: str
     what: str
@@ -124,6 +124,48 @@ def _dilated(case: ModsCase, device: torch.device) -> Functions:
     return Functions(lambda b, h, q, k: (q // 128 - k // 128) % 8 == 0)
 
 
+def _padding(case: ModsCase, device: torch.device) -> Functions:
+    lengths = torch.full((case.batch,), case.seqlen * 3 // 4, dtype=torch.int32, device=device)
+    built_in = {"mask": masks.key_lengths(lengths)}
+    return Functions(lambda b, h, q, k: k < lengths[b], built_in=built_in)
+
+
+def _global_window(case: ModsCase, device: torch.device) -> Functions:
+    first, near = case.seqlen // 256, case.seqlen // 32
+    return Functions(lambda b, h, q, k: (k < first) | ((q - k).abs() <= near))
+
+
+def _dilated_window(case: ModsCase, device: torch.device) -> Functions:
+    near = case.seqlen // 8
+    return Functions(lambda b, h, q, k: ((q - k).abs() <= near) & ((q - k) % 4 == 0))
+
+
+def _image(case: ModsCase, device: torch.device) -> Functions:
+    """Neighbours in an image: 17 x 17 pixels around each."""
+    width = 1 << (case.seqlen.bit_length() - 1) // 2
+    near = lambda a, b: (a - b).abs() <= 8
+    return Functions(lambda b, h, q, k: near(q % width, k % width) & near(q // width, k // width))
+
+
+def _t5_bias(case: ModsCase, device: torch.device) -> Functions:
+    table = torch.randn(case.heads, 257, device=device)
+    return Functions(_causal, lambda s, b, h, q, k: s + table[h, (k - q).clamp(-128, 128) + 128])
+
+
+def _temperature(case: ModsCase, device: torch.device) -> Functions:
+    temperature = torch.linspace(0.5, 1.5, case.heads, device=device)
+    return Functions(_causal, lambda s, b, h, q, k: s * temperature[h])
+
+
+def _gate(case: ModsCase, device: torch.device) -> Functions:
+    gate = torch.rand(case.heads, case.seqlen, device=device) + 0.5
+    return Functions(_causal, lambda s, b, h, q, k: s + gate[h, k].log())
+
+
+def _sigmoid(case: ModsCase, device: torch.device) -> Functions:
+    return Functions(_causal, lambda s, b, h, q, k: -torch.nn.functional.softplus(-s))
+
+
 def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
@@ -138,6 +180,14 @@ MAKERS: dict[str, Callable[[ModsCase, torch.device], Functions]] = {
     "prefix": _prefix,
     "window": _window,
     "dilated": _dilated,
+    "padding": _padding,
+    "global_window": _global_window,
+    "dilated_window": _dilated_window,
+    "image": _image,
+    "t5_bias": _t5_bias,
+    "temperature": _temperature,
+    "gate": _gate,
+    "sigmoid": _sigmoid,
 }
 SUITE = [
     ModsCase(f"{what}_{'backward' if backward else 'forward'}", what, backward)
