@@ -49,23 +49,39 @@ class CachedKeys:
         return CachedKeys(page_ids, sequence, k_start, first, seqlen.seqlen_k, work.head // traits.group, params)
 
     @gluon.jit
-    def box_rows(self, n_start, step, traits: gl.constexpr):
-        """(first row of each box of the tile that begins at key n_start, one a lane; bits of the boxes whose page id is
-        not in the pool). step: rows from one page, or one sequence, to the next.
+    def pages(self, n_start, traits: gl.constexpr):
+        """Page ids of the boxes of the tile that begins at key n_start, one a lane; 0 for boxes that no query sees.
+        n_start may lie outside the sequence.
         """
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-        n = n_start + lane * traits.box_rows
         if traits.has_pages:
             BOXES: gl.constexpr = traits.block_n // traits.box_rows
-            is_read = (lane < BOXES) & (n < self.stop)
+            n = n_start + lane * traits.box_rows
+            is_read = (lane < BOXES) & (n >= 0) & (n < self.stop)
             if traits.mask.left:
                 is_read = is_read & (n + traits.box_rows > self.first)
-            page = gl.load(self.page_ids + n // traits.page_size, mask=is_read, other=0)
-            in_pool = (page >= 0) & (page < self.params.num_pages)
-            lost = gl.sum(gl.where(is_read & ~in_pool, 1 << lane, 0), 0)
-            return gl.where(in_pool, page, 0) * step + n % traits.page_size, lost
+            return gl.load(self.page_ids + n // traits.page_size, mask=is_read, other=0)
         else:
-            return self.sequence * step + self.k_start + n, gl.to_tensor(0)
+            return lane * 0 + self.sequence
+
+    @gluon.jit
+    def lost_boxes(self, pages, traits: gl.constexpr):
+        """Bits of the boxes whose page id is not in the pool."""
+        if traits.has_pages:
+            lane = gl.arange(0, 32, pages.type.layout)
+            return gl.sum(gl.where((pages < 0) | (pages >= self.params.num_pages), 1 << lane, 0), 0)
+        else:
+            return gl.to_tensor(0)
+
+    @gluon.jit
+    def box_rows(self, pages, n_start, step, traits: gl.constexpr):
+        """The first row of each box, one a lane. step: rows from one page, or one sequence, to the next."""
+        n = n_start + gl.arange(0, 32, pages.type.layout) * traits.box_rows
+        if traits.has_pages:
+            in_pool = (pages >= 0) & (pages < self.params.num_pages)
+            return gl.where(in_pool, pages, 0) * step + n % traits.page_size
+        else:
+            return pages * step + self.k_start + n
 
     @gluon.jit
     def load(self, pipe, state, desc, n_start, rows, lost, traits: gl.constexpr):

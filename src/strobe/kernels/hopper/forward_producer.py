@@ -78,7 +78,10 @@ class Producer:
                     upcoming = scheduler.advance(num_tiles, counter, traits)
             work = self.current_work(scheduler, redo, num_tiles)
             if work.is_valid:
-                state = self.load_work_tile(work, redo, state)
+                if traits.cached:
+                    state = self.load_cached_tile(work, redo, state)
+                else:
+                    state = self.load_work_tile(work, redo, state)
             if traits.key_ranges:
                 if redo.pending == 0:
                     scheduler = scheduler.advance_behind(work, num_tiles, counter, traits)
@@ -117,7 +120,7 @@ class Producer:
         pipes.work.publish(state.work, work, redo, traits)
         slot, work_state = state.work.index, state.work.advance()
         q_rows = work.q_rows(shape, traits)
-        k_rows, v_rows = self.kv_rows(work)
+        k_rows, v_rows = work.kv_rows(shape.gap_k, shape, traits), work.kv_rows(shape.gap_v, shape, traits)
         blocks = work.blocks(self.launch, traits)
         k, v = state.k, state.v
         for consumer in gl.static_range(CONSUMERS):
@@ -146,30 +149,64 @@ class Producer:
         return ProducerState(k, v, state.q.advance(), work_state)
 
     @gluon.jit
-    def kv_rows(self, work):
-        """Where K and V of a tile lie: HeadRows, or CachedKeys of both."""
+    def load_cached_tile(self, work, redo, state):
+        """`load_work_tile` of keys in a cache. Page ids are read a block ahead, and K's serve V, too: their latency
+        would stall the loads of blocks that take the tensor cores 0.9 us.
+        """
         traits: gl.constexpr = self.traits
-        shape = self.launch.shape
-        if traits.cached:
-            keys = CachedKeys.of_tile(work, self.cache, self.launch, self.workspace.errors, traits)
-            return keys, keys
-        else:
-            return work.kv_rows(shape.gap_k, shape, traits), work.kv_rows(shape.gap_v, shape, traits)
+        CONSUMERS: gl.constexpr = traits.consumers
+        maps, pipes, shape, block_n = self.maps, self.pipes, self.launch.shape, traits.block_n
+        pipes.work.publish(state.work, work, redo, traits)
+        slot, work_state = state.work.index, state.work.advance()
+        q_rows = work.q_rows(shape, traits)
+        keys = CachedKeys.of_tile(work, self.cache, self.launch, self.workspace.errors, traits)
+        blocks = work.blocks(self.launch, traits)
+        k, v = state.k, state.v
+        pages = keys.pages(blocks.n_block(0, traits) * block_n, traits)
+        next_pages = keys.pages(blocks.n_block(1, traits) * block_n, traits)
+        for consumer in gl.static_range(CONSUMERS):
+            q = state.q.at(consumer)
+            pipes.q.producer_acquire(q)
+            pipes.q.producer_load(
+                q, maps.q, q_rows, work.consumer_m_start(consumer, slot, traits), traits, traits.pack_gqa > 1
+            )
+            if consumer == 0:
+                if blocks.count > 0:  # the first keys before the other consumers' queries
+                    k = self.load_cached_k(k, keys, pages, blocks.n_block(0, traits) * block_n)
+        for i in range(blocks.count):
+            pages_ahead = keys.pages(blocks.n_block(i + 2, traits) * block_n, traits)
+            if i + 1 < blocks.count:
+                k = self.load_cached_k(k, keys, next_pages, blocks.n_block(i + 1, traits) * block_n)
+            v = self.load_cached_v(v, keys, pages, blocks.n_block(i, traits) * block_n)
+            pages, next_pages = next_pages, pages_ahead
+        return ProducerState(k, v, state.q.advance(), work_state)
+
+    @gluon.jit
+    def load_cached_k(self, state, keys, pages, n_start):
+        traits: gl.constexpr = self.traits
+        pipe = self.pipes.k
+        lost = keys.lost_boxes(pages, traits)
+        rows = keys.box_rows(pages, n_start, self.launch.cache.k_step, traits)
+        pipe.producer_acquire(state)
+        if traits.has_pages:
+            tell_lost_boxes(self.pipes.lost_boxes, state, lost, self.workspace.errors)
+        keys.load(pipe, state, self.maps.k, n_start, rows, lost, traits)
+        return state.advance()
+
+    @gluon.jit
+    def load_cached_v(self, state, keys, pages, n_start):
+        traits: gl.constexpr = self.traits
+        pipe = self.pipes.v
+        lost = keys.lost_boxes(pages, traits)
+        rows = keys.box_rows(pages, n_start, self.launch.cache.v_step, traits)
+        pipe.producer_acquire(state)
+        keys.load(pipe, state, self.maps.v, n_start, rows, lost, traits)
+        return state.advance()
 
     @gluon.jit
     def load_k(self, state, rows, n_block):
-        traits: gl.constexpr = self.traits
-        pipe, block_n = self.pipes.k, traits.block_n
-        if traits.cached:
-            n_start = n_block * block_n
-            box_rows, lost = rows.box_rows(n_start, self.launch.cache.k_step, traits)
-            pipe.producer_acquire(state)
-            if traits.has_pages:
-                tell_lost_boxes(self.pipes.lost_boxes, state, lost, self.workspace.errors)
-            rows.load(pipe, state, self.maps.k, n_start, box_rows, lost, traits)
-        else:
-            pipe.producer_acquire(state)
-            pipe.producer_load(state, self.maps.k, rows, n_block * block_n, traits)
+        self.pipes.k.producer_acquire(state)
+        self.pipes.k.producer_load(state, self.maps.k, rows, n_block * self.traits.block_n, self.traits)
         return state.advance()
 
     @gluon.jit
@@ -177,23 +214,16 @@ class Producer:
         """One block of V. With documents, v_landed completes a phase in any case, so that it has the phase of the
         pipeline.
         """
-        traits: gl.constexpr = self.traits
-        pipes, pipe, desc, block_n = self.pipes, self.pipes.v, self.maps.v, traits.block_n
-        if traits.cached:
-            n_start = n_block * block_n
-            box_rows, lost = rows.box_rows(n_start, self.launch.cache.v_step, traits)
-            pipe.producer_acquire(state)
-            rows.load(pipe, state, desc, n_start, box_rows, lost, traits)
-        else:
-            pipe.producer_acquire(state)
-            if traits.mask.documents:
-                if zero_foreign:
-                    pipe.producer_load_on(pipes.v_landed, state, desc, rows, n_block * block_n, traits)
-                else:
-                    mbarrier.arrive(pipes.v_landed.index(state.index))
-                    pipe.producer_load(state, desc, rows, n_block * block_n, traits)
+        pipes, block_n = self.pipes, self.traits.block_n
+        pipes.v.producer_acquire(state)
+        if self.traits.mask.documents:
+            if zero_foreign:
+                pipes.v.producer_load_on(pipes.v_landed, state, self.maps.v, rows, n_block * block_n, self.traits)
             else:
-                pipe.producer_load(state, desc, rows, n_block * block_n, traits)
+                mbarrier.arrive(pipes.v_landed.index(state.index))
+                pipes.v.producer_load(state, self.maps.v, rows, n_block * block_n, self.traits)
+        else:
+            pipes.v.producer_load(state, self.maps.v, rows, n_block * block_n, self.traits)
         return state.advance()
 
     @gluon.jit
