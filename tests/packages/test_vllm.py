@@ -67,7 +67,7 @@ class Engine:
         self.model, self.padded = model, padded
         options = model.options
         make = lambda layer: found.get_impl_cls()(
-            HEADS, HEAD_DIM, HEAD_DIM**-0.5, HEADS_KV, None, options.window, kv_cache_dtype, options.softcap,
+            HEADS, HEAD_DIM, HEAD_DIM**-0.5, HEADS_KV, options.slopes, options.window, kv_cache_dtype, options.softcap,
             AttentionType.DECODER, None, **({"sinks": model.sinks[layer]} if options.sinks else {}),
         )  # fmt: skip
         self.impls = [make(layer) for layer in range(LAYERS)]
@@ -125,6 +125,7 @@ MODELS = {
     "window": Options(window=11),
     "window softcap sinks": Options(window=20, softcap=3.0, sinks=True),
     "sinks": Options(sinks=True),
+    "alibi": Options(slopes=(0.5, 0.25, 0.125, 0.0625)),
 }
 
 
@@ -225,8 +226,6 @@ def test_the_profiling_run_and_what_is_refused():
     one = impl(HEADS, HEAD_DIM, 0.25, HEADS_KV)
     q = torch.randn(3, HEADS, HEAD_DIM)
     assert not one.forward(None, q, q, q, torch.empty(0), None, torch.full_like(q, torch.nan)).any()
-    with pytest.raises(NotImplementedError, match="ALiBi"):
-        impl(HEADS, HEAD_DIM, 0.25, HEADS_KV, [0.5] * HEADS)
     with pytest.raises(NotImplementedError, match="quantize outputs"):
         one.forward(None, q, q, q, torch.empty(0), None, q, torch.ones(1))
 

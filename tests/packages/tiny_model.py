@@ -23,6 +23,7 @@ class Options:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    slopes: tuple[float, ...] | None = None  # ALiBi, one a query head
 
 
 class TinyModel(nn.Module):
@@ -56,6 +57,9 @@ class TinyModel(nn.Module):
         scores = q @ k.transpose(1, 2) * HEAD_DIM**-0.5
         if self.options.softcap:
             scores = self.options.softcap * torch.tanh(scores / self.options.softcap)
+        if self.options.slopes is not None:
+            back = torch.arange(len(q[0]))[:, None] - torch.arange(len(q[0]))
+            scores = scores - torch.tensor(self.options.slopes).double()[:, None, None] * back.abs()
         distance = torch.arange(len(q[0]))[:, None] - torch.arange(len(q[0]))
         seen = distance >= 0
         if self.options.window is not None:

@@ -12,6 +12,8 @@ from strobe.testing import FAMILIES
 from strobe.testing.paged import PAGED, assert_paged_as_good_as
 from tests.kernels.hopper.hopper_cases import SCHEDULES
 from tests.kernels.portable.test_paged_interpreted import run_on
+from tests.ops import test_append_slots
+from tools.proof.simulate import on
 
 NAMES = ("speculated", "window_softcap_sinks", "pages_of_13", "pages_lost", "rows_left_padded", "fp8_token_scales")
 
@@ -25,3 +27,17 @@ def test_no_report_and_as_good_as_the_oracle(n, name):
     assert_paged_as_good_as((out, lse), call)
     assert run.launches == ["schedule_kernel", "paged_kernel", "combine_kernel"]
     assert run.reports == []
+
+
+@pytest.mark.parametrize("where", ["rows", "pages", "slots"])
+def test_append_with_a_scale_for_each_key_and_head(where):
+    with on(FAKES["H200"], *SCHEDULES[0], check=False) as run:
+        test_append_slots.by_token("cpu", "portable", where == "pages", where == "slots")
+    assert run.launches == ["append_kernel"] and run.reports == []
+
+
+@pytest.mark.parametrize("layout", ["NHD", "together"])
+def test_append_at_slots(layout):
+    with on(FAKES["H200"], *SCHEDULES[1], check=False) as run:
+        test_append_slots.written_to_slots("cpu", "portable", torch.int64, False, layout == "together", True)
+    assert run.launches == ["append_kernel"] and run.reports == []

@@ -169,8 +169,6 @@ class StrobeImpl(AttentionImpl[StrobeMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        if alibi_slopes is not None:
-            raise NotImplementedError("strobe's vLLM backend adds no ALiBi bias")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -180,6 +178,8 @@ class StrobeImpl(AttentionImpl[StrobeMetadata]):
         self.sinks = sinks
         self.sliding_window = sliding_window
         self.is_fp8 = kv_cache_dtype in FP8
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self._alibi: Any = None
         self._scales: tuple[Tensor | None, Tensor | None] | None = None
 
     def forward(
@@ -205,14 +205,15 @@ class StrobeImpl(AttentionImpl[StrobeMetadata]):
         q, out = query[:count], output[:count]
         if self.attn_type in _WITHOUT_CACHE:
             self._encode(q, key[:count], value[:count], out, attn_metadata)
-        elif attn_metadata.prefix is not None and self.sliding_window is None:
+        elif attn_metadata.prefix is not None and self.sliding_window is None and self.alibi_slopes is None:
             out.copy_(self._cascade(layer, q, kv_cache, attn_metadata, attn_metadata.prefix))
         else:
             cache = self._cache(layer, kv_cache, attn_metadata.block_table, attn_metadata.seq_lens)
             causal = attn_metadata.causal
             strobe.attention_paged(
                 q, cache, cu_seqlens_q=attn_metadata.query_start_loc, max_seqlen_q=attn_metadata.max_query_len,
-                causal=causal, window=self._window(causal), sinks=self.sinks, out=out, **self._options(),
+                causal=causal, window=self._window(causal), sinks=self.sinks, out=out, score_mod=self._bias(q),
+                **self._options(),
             )  # fmt: skip
         return output
 
@@ -224,6 +225,12 @@ class StrobeImpl(AttentionImpl[StrobeMetadata]):
             count = slot_mapping.shape[0]
             cache = self._cache(layer, kv_cache, slot_mapping, slot_mapping)
             strobe.append(cache, key[:count], value[:count], slots=slot_mapping)
+
+    def _bias(self, q: Tensor) -> Any:
+        """The score function of ALiBi, or None. Made once, since slopes are constants."""
+        if self._alibi is None and self.alibi_slopes is not None:
+            self._alibi = strobe.alibi(self.alibi_slopes.to(q.device))
+        return self._alibi
 
     def _options(self) -> dict[str, Any]:
         invariant = bool(envs.VLLM_BATCH_INVARIANT)
@@ -254,7 +261,8 @@ class StrobeImpl(AttentionImpl[StrobeMetadata]):
         offsets, longest = batch.query_start_loc, batch.max_query_len
         strobe.attention_varlen(
             q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest,
-            causal=False, window=self._window(False), sinks=self.sinks, out=out, **self._options(),
+            causal=False, window=self._window(False), sinks=self.sinks, out=out, score_mod=self._bias(q),
+            **self._options(),
         )  # fmt: skip
 
     def _cascade(self, layer: Any, q: Tensor, kv_cache: Tensor, batch: StrobeMetadata, prefix: Prefix) -> Tensor:
