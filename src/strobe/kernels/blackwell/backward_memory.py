@@ -105,7 +105,7 @@ class TensorMemory:
     @gluon.jit
     def p(self, traits: gl.constexpr):
         """P^T [keys, queries]"""
-        return half_precision(self.s(traits), self.dtype)
+        return half_precision(self.columns, traits.columns.s, self.dtype)
 
     @gluon.jit
     def dp(self, traits: gl.constexpr):
@@ -115,7 +115,7 @@ class TensorMemory:
     @gluon.jit
     def ds(self, traits: gl.constexpr):
         """dS^T [keys, queries]"""
-        return half_precision(self.dp(traits), self.dtype)
+        return half_precision(self.columns, traits.columns.dp, self.dtype)
 
     @gluon.jit
     def dq(self, traits: gl.constexpr):
@@ -201,9 +201,12 @@ def rows_at(tiles, index):
 
 
 @gluon.jit
-def half_precision(tile, dtype: gl.constexpr):
-    """[ROWS, ROWS] of a 16-bit type over the first half of the columns of a float32 tile [ROWS, ROWS]."""
-    return reinterpret(tile, dtype, [ROWS, 2 * ROWS], tile_layout(2 * ROWS)).slice(0, ROWS)
+def half_precision(columns, first: gl.constexpr, dtype: gl.constexpr):
+    """[ROWS, ROWS] of a 16-bit type over the 64 columns of tensor memory from `first` on. Triton 3.8 lays types over
+    whole allocations alone.
+    """
+    whole = reinterpret(columns, dtype, [ROWS, 2 * TENSOR_COLUMNS], tile_layout(TENSOR_COLUMNS))
+    return whole.slice(2 * first, ROWS)
 
 
 @gluon.constexpr_function

@@ -76,13 +76,6 @@ class BackwardTraits(Constants, TileConstants):
         return self.tuning.registers[1]
 
     @property
-    def rematerializes(self) -> bool:
-        """Whether the MMA warp computes operands' descriptors in each step (`backward_mma.tile_now`): where there are
-        two parts of columns, where a program has several tiles of keys, or with more captured values.
-        """
-        return self.tail_d > 0 or self.key_ranges or self.deterministic
-
-    @property
     def masks(self) -> bool:
         """Whether any tile may contain a masked pair. If not, the mainloop has no mask code."""
         return self.mask.left or self.mask.right or self.mask.prefix or not self.even

@@ -6,6 +6,7 @@ They have not run on a Blackwell GPU. They were verified in the simulator, by co
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -156,6 +157,7 @@ class BlackwellBackward:
             or against_memory(problem)
             or against_spans(problem)
             or against_tools()
+            or _against_slices(problem)
         )
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
@@ -197,6 +199,15 @@ def backward_tiled(problem: Problem) -> tuple[int, int] | None:
     """The key of BACKWARD_TILE_CONFIGS for a problem's head dimensions, or None if no tile is wide enough."""
     sizes = problem.head_dim, problem.head_dim_v
     return next((w for w in BACKWARD_TILE_CONFIGS if w[0] >= sizes[0] and w[1] >= sizes[1]), None)
+
+
+def _against_slices(problem: Problem) -> str | None:
+    """Triton 3.8 takes slices of tensor memory at multiples of their width alone. S and dP of 192/128, which overlap by
+    half, do not lie so.
+    """
+    if backward_tiled(problem) == (192, 128) and import_module("triton").__version__.startswith("3.8"):
+        return "Triton 3.8 cannot address the tensor memory of 192/128; 3.6, 3.7 and 3.9 can"
+    return None
 
 
 def _ordered(problem: Problem) -> bool:
