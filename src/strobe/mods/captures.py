@@ -102,11 +102,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """(name, part) of everything that may matter when the function or object is called."""
     if isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
-            yield from [(name, cell.cell_contents)] if _filled(cell) else []
+            yield from [(name, cell.cell_contents)] if is_filled(cell) else []
         for n, default in enumerate(value.__defaults__ or ()):
             yield f"default{n}", default
         yield from (value.__kwdefaults__ or {}).items()
-        for name in _names(value.__code__):
+        for name in names_in(value.__code__):
             if name in value.__globals__:
                 yield name, value.__globals__[name]
     elif isinstance(value, MethodType):
@@ -121,11 +121,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict):
         yield from ((str(name), one) for name, one in value.items())
     else:
-        names = set().union(*(_names(code) for code in _codes(type(value))))
-        yield from ((name, one) for name, one in _attributes(value).items() if name in names or _is_plain(value))
+        names = set().union(*(names_in(code) for code in _codes(type(value))))
+        yield from ((name, one) for name, one in attributes(value).items() if name in names or _is_plain(value))
 
 
-def _filled(cell: CellType) -> bool:
+def is_filled(cell: CellType) -> bool:
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -134,12 +134,12 @@ def _filled(cell: CellType) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: CodeType) -> tuple[str, ...]:
+def names_in(code: CodeType) -> tuple[str, ...]:
     """The names of globals and attributes in a function's code and in the functions that it defines."""
     found = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= dict.fromkeys(_names(constant))
+            found |= dict.fromkeys(names_in(constant))
     return tuple(found)
 
 
@@ -155,7 +155,7 @@ def _is_plain(value: object) -> bool:
     return not callable(value)
 
 
-def _attributes(value: object) -> dict[str, Any]:
+def attributes(value: object) -> dict[str, Any]:
     held = dict(getattr(value, "__dict__", {}))
     if isinstance(value, torch.nn.Module):
         for group in ("_parameters", "_buffers", "_modules"):
@@ -200,12 +200,12 @@ def _replaced_function(function: FunctionType, replacements: Replacements, path:
     made[id(function)] = copy  # before its parts, so that a function may call itself
     within = lambda name, part: replaced(part, replacements, f"{path}.{name}", made)
     for name, own, cell in zip(code.co_freevars, cells, function.__closure__ or ()):
-        if _filled(cell):
+        if is_filled(cell):
             own.cell_contents = within(name, cell.cell_contents)
     defaults = function.__defaults__
     copy.__defaults__ = defaults and tuple(within(f"default{n}", one) for n, one in enumerate(defaults))
     copy.__kwdefaults__ = {name: within(name, one) for name, one in (function.__kwdefaults__ or {}).items()}
-    for name in _names(code):
+    for name in names_in(code):
         if name in scope:
             scope[name] = within(name, scope[name])
     return copy

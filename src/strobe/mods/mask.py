@@ -14,6 +14,7 @@ from ..errors import InvalidProblem, wrong_type
 from ..problem.foreign_arguments import no_mask
 from ..problem.mask import GENERAL, Mask, Tile, TileKind
 from .cache import TRACES
+from .compiled import bind_compiled
 from .evaluate import evaluate
 from .intervals import ALWAYS, NEVER, Interval, bounds
 from .program import BOOL, INT, Builder, Captured, Program, combined, inverted, kind_of
@@ -53,10 +54,17 @@ class _Function(NamedTuple):
     held: BoundMask | None = None  # when the mask was made: torch.compile takes it as it is
 
     def bind(self) -> BoundMask:
-        if self.held is not None and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.held is not None:
             return self.held
+        if torch.compiler.is_dynamo_compiling():
+            return _compiled(self.function)
         found = TRACES.bind(self.function, MASK_INPUTS)
         return BoundMask(found.trace.program, found.tensors, found.numbers)
+
+
+def _compiled(function: Callable) -> BoundMask:
+    bound = bind_compiled(function, False, is_score=False)
+    return BoundMask(Program.parse(bound.text), bound.tensors, bound.numbers)
 
 
 class _Bound(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,19 +12,11 @@ from torch import Tensor
 from ..errors import InvalidProblem, wrong_type
 from .cache import TRACES
 from .captures import arity
+from .compiled import BoundScore, bind_compiled
 from .program import FLOAT, INT, Builder, Captured, Program, Scatter, kind_of
 from .trace import SCORE_INPUTS
 
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-
-
-class BoundScore(NamedTuple):
-    """A score's programs with the tensors and numbers of one call. Empty texts: there is none."""
-
-    text: str
-    gradient: str
-    tensors: tuple[Tensor, ...]
-    numbers: tuple[float, ...]
 
 
 class ScoreMod:
@@ -52,6 +43,8 @@ class ScoreMod:
             return BoundScore(text, derivative if gradient else "", self._tensors, ())
         if torch.compiler.is_compiling() and self._bound is not None:
             return self._bound
+        if torch.compiler.is_dynamo_compiling():
+            return bind_compiled(self.function, gradient)
         found = TRACES.bind(self.function, SCORE_INPUTS, gradient)
         derivative = found.trace.gradient
         return BoundScore(found.trace.program.text, derivative.text if derivative else "", found.tensors, found.numbers)

@@ -1,0 +1,110 @@
+"""Functions inside torch.compile and torch.export: one graph, guards on what they capture, and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import strobe
+
+TABLE = torch.randn(2, 33, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def _relative(s, b, h, q_idx, kv_idx):
+    return s + TABLE[h, (q_idx - kv_idx).clamp(-16, 16) + 16]
+
+
+def _scaled(slopes: torch.Tensor, factor: float):
+    return lambda s, b, h, q_idx, kv_idx: s * factor - slopes[h] * (q_idx - kv_idx)
+
+
+def _tensors(grad: bool = True):
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(1, 16, 2, 16, generator=generator).requires_grad_(grad) for _ in range(3))
+
+
+class Counted:
+    """A backend that counts graphs."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph, examples):
+        self.graphs += 1
+        return graph
+
+
+def test_a_bare_function_is_compiled_into_one_graph_with_gradients():
+    tensors = _tensors()
+    torch.compiler.reset()
+    run = lambda q, k, v: strobe.attention(q, k, v, causal=True, score_mod=_relative)
+    found, exact = torch.compile(run, backend="aot_eager", fullgraph=True)(*tensors), run(*tensors)
+    assert torch.equal(found, exact)
+    leaves = [*tensors, TABLE]
+    for one, other in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in (found, exact))):
+        assert torch.equal(one, other)
+
+
+def test_a_graph_sees_captured_tensors_and_numbers_as_they_are_now():
+    tensors, backend = _tensors(False), Counted()
+    torch.compiler.reset()
+    run = lambda function, q, k, v: strobe.attention(q, k, v, score_mod=function)
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    slopes = torch.rand(2)
+    function = _scaled(slopes, 0.5)
+    same = lambda: torch.equal(compiled(function, *tensors), run(function, *tensors))
+    assert same() and backend.graphs == 1
+    slopes.mul_(3)
+    assert same() and backend.graphs == 1
+    function = _scaled(torch.rand(2), 0.5)  # another tensor
+    assert same() and backend.graphs == 1
+    function.__closure__[1].cell_contents = torch.rand(2)  # bound anew
+    assert same() and backend.graphs == 1
+    function = _scaled(slopes, 0.75)  # another number: one more graph
+    assert same() and backend.graphs == 2
+
+
+def _near(b, h, q_idx, kv_idx):
+    return q_idx - kv_idx < 5
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.tensor([0.5, 0.25]))
+
+        self.score = lambda s, b, h, q_idx, kv_idx: s - self.slopes[h] * (q_idx - kv_idx).abs()
+
+    def forward(self, q, k, v):
+        return strobe.attention(q, k, v, score_mod=self.score, mask=strobe.causal() & strobe.mask_mod(_near))
+
+
+def test_parameters_of_a_module_and_a_mask_that_is_made_inside():
+    tensors, model = _tensors(), Model()
+    torch.compiler.reset()
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(*tensors)
+    exact = model(*tensors)
+    assert torch.equal(found, exact)
+    gradients = [torch.autograd.grad(out.square().sum(), [*tensors, model.slopes]) for out in (found, exact)]
+    assert all(map(torch.equal, *gradients))
+
+
+def test_an_exported_program_holds_the_function():
+    q, k, v = _tensors(False)
+    with torch.no_grad():
+        exported = torch.export.export(Model(), (q, k, v))
+        again = exported.module()
+        assert torch.equal(again(q * 2, k, v), Model()(q * 2, k, v))
+    names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert "strobe.mod_forward.default" in names
+
+
+def test_a_function_over_a_tensor_of_the_graph_is_refused():
+    q, k, v = _tensors(False)
+    torch.compiler.reset()
+
+    def run(q, k, v, bias):
+        return strobe.attention(q, k, v, score_mod=lambda s, b, h, q_idx, kv_idx: s + bias[h])
+
+    with pytest.raises(Exception, match="closure"):
+        torch.compile(run, backend="eager", fullgraph=True)(q, k, v, torch.ones(2))
