@@ -282,6 +282,67 @@ gems("sort", torch.sort, rows)
 gems("index_select", torch.index_select, rows, lambda: 0, lambda: torch.tensor([1, 4], device="cuda"))
 
 
+def gems_by_name() -> Iterator[tuple[str, Callable[[], Pair]]]:
+    """Every operator of FlagGems whose name is a function of torch that takes one or two matrices: chosen by rule."""
+    for name in sorted(vars(importlib.import_module("flag_gems.ops"))):
+        theirs, ours = getattr(torch, name, None), get(f"flag_gems.ops.{name}")
+        if name.startswith("_") or name.endswith("_") or not callable(theirs) or not callable(ours):
+            continue
+        if name.startswith(("rand", "bernoulli", "normal", "empty", "dropout", "native")):
+            continue  # random, or without numbers of its own
+        for given in ([rows()], [rows(), more()], [more().abs() + 0.1], [rows().long(), more().long()]):
+            try:
+                theirs(*given)
+            except (TypeError, RuntimeError, IndexError, ValueError, NotImplementedError):
+                continue
+            yield f"gems_by_name/{name}", lambda ours=ours, theirs=theirs, given=given: (ours(*given), theirs(*given))
+            break
+
+
+# ---------------------------------------------------------------- triton_kernels
+
+
+@case("triton_kernels/matmul")
+def _() -> Pair:
+    a, b = drawn(64, 96, dtype=torch.float16), drawn(96, 128, seed=1, dtype=torch.float16)
+    return get("triton_kernels.matmul.matmul")(a, b, None), a @ b
+
+
+@case("triton_kernels/matmul_with_bias")
+def _() -> Pair:
+    a, b = drawn(64, 96, dtype=torch.bfloat16), drawn(96, 128, seed=1, dtype=torch.bfloat16)
+    bias = drawn(128, seed=2)
+    return get("triton_kernels.matmul.matmul")(a, b, bias), a.float() @ b.float() + bias
+
+
+@case("triton_kernels/reduce")
+def _() -> Pair:
+    x = drawn(4, 8, 64)
+    return _first(get("triton_kernels.reduce.reduce")(x, dim=1)), x.sum(1)
+
+
+@case("triton_kernels/reduce_masked")
+def _() -> Pair:
+    x, mask = drawn(4, 8, 64), drawn(4, 8, 64, seed=1) > 0
+    return _first(get("triton_kernels.reduce.reduce")(x, dim=1, mask=mask)), (x * mask).sum(1)
+
+
+@case("triton_kernels/topk")
+def _() -> Pair:
+    x = drawn(32, 64)
+    found = get("triton_kernels.topk.topk")(x, 4, apply_softmax=False)
+    vals = found.vals if hasattr(found, "vals") else found[0]
+    return vals.sort(-1)[0], x.topk(4).values.sort(-1)[0]
+
+
+@case("triton_kernels/swiglu")
+def _() -> Pair:
+    x = drawn(32, 128)
+    config = get("triton_kernels.swiglu.PrecisionConfig")(limit=None)
+    gate, linear = x[:, ::2], x[:, 1::2]
+    return get("triton_kernels.swiglu.swiglu")(x, 1.0, config), gate * gate.sigmoid() * (linear + 1)
+
+
 # ---------------------------------------------------------------- the runner
 
 
@@ -289,14 +350,18 @@ def tensors(value: Any) -> Iterator[Tensor]:
     for one in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(one, Tensor):
             yield one.detach().double()
+        elif isinstance(one, bool):
+            yield torch.tensor(float(one), dtype=torch.float64)
 
 
 def error(pair: Pair) -> float:
-    """The largest difference, relative to the largest number of the reference."""
-    gaps = [
-        float((ours - theirs).abs().nan_to_num(torch.inf).max() / theirs.abs().max().clamp(min=1e-30))
-        for ours, theirs in zip(tensors(pair[0]), tensors(pair[1]), strict=True)
-    ]
+    """The largest difference, relative to the largest number of the reference. NaN and infinity equal themselves."""
+    gaps = []
+    for ours, theirs in zip(tensors(pair[0]), tensors(pair[1]), strict=True):
+        same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+        gap = torch.where(same, 0.0, (ours - theirs).abs().nan_to_num(torch.inf))
+        largest = torch.where(theirs.isfinite(), theirs, 0.0).abs().max()
+        gaps.append(float(gap.max() / largest.clamp(min=1e-30)))
     return max(gaps)
 
 
@@ -324,8 +389,9 @@ def run(name: str, function: Callable[[], Pair | None], target: str, tolerance: 
         row.update(outcome="unsupported", why=str(missing)[:200])
     except TooLong as slow:
         row.update(outcome="too long", why=str(slow))
-    except Exception as failure:  # of somebody else's code: the table says which
-        row.update(outcome="failed", why=f"{type(failure).__name__}: {failure}"[:200])
+    except Exception as failure:  # of somebody else's code: the table says which, and whether it launched a kernel
+        outcome = "failed" if found.launches else "refused"
+        row.update(outcome=outcome, why=f"{type(failure).__name__}: {failure}"[:200])
     finally:
         signal.alarm(0)
     if row["outcome"] in ("right", "wrong"):
@@ -344,14 +410,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.peers.simulate_corpus", description=__doc__.splitlines()[0])
     parser.add_argument("--path", type=Path, help="a folder of unpacked wheels or checkouts")
     parser.add_argument("--tutorials", type=Path, help="a folder of files that are run as they are")
+    parser.add_argument("--by-rule", action="store_true", help="also each operator of FlagGems that a rule chooses")
     parser.add_argument("--only", default="", help="names of cases begin with this")
     parser.add_argument("--target", default="sm_90")
     parser.add_argument("--tolerance", type=float, default=2e-2, help="relative: products of float32 are TF32")
     parser.add_argument("--results", type=Path, help="write the rows here")
+    parser.add_argument("--append", action="store_true", help="keep the rows of other cases that are there")
     a = parser.parse_args()
     if a.path:
         sys.path.insert(0, str(a.path))
     cases: dict[str, Callable[[], Any]] = dict(CASES) if a.path else {}
+    if a.path and a.by_rule:
+        with cuda_on_cpu(a.target):
+            cases |= dict(gems_by_name())
     if a.tutorials:
         cases |= {f"tutorials/{file.name}": _tutorial(file) for file in sorted(a.tutorials.rglob("*.py"))}
     rows = []
@@ -361,8 +432,10 @@ def main() -> int:
                 rows.append(run(name, function, a.target, a.tolerance))
                 print(json.dumps(rows[-1]), flush=True)
     if a.results:
-        where = circumstances()
-        a.results.write_text("".join(json.dumps(row | where) + "\n" for row in rows))
+        where, done = circumstances(), {row["case"] for row in rows}
+        before = a.results.read_text().splitlines() if a.append else []
+        kept = [line + "\n" for line in before if json.loads(line)["case"] not in done]
+        a.results.write_text("".join([*kept, *(json.dumps(row | where) + "\n" for row in rows)]))
     print(dict(Counter(row["outcome"] for row in rows)), sum(bool(row["reports"]) for row in rows), "with reports")
     return 0 if all(row["outcome"] == "right" and not row["reports"] for row in rows) else 1
 

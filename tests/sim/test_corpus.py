@@ -25,8 +25,13 @@ def missing():
     raise NotImplementedError("the simulator does not know the operation waltz")
 
 
-def broken():
+def refused():
     raise KeyError("a fault of their host code")
+
+
+def broken():
+    copied(8)
+    raise KeyError("a fault behind a launch")
 
 
 @pytest.mark.parametrize(
@@ -38,10 +43,14 @@ def broken():
         (lambda: None, "right", 0),
         (missing, "unsupported", 0),
         (broken, "failed", 0),
+        (refused, "refused", 0),
+        (lambda: (torch.tensor([torch.nan, torch.inf, 1.0]),) * 2, "right", 0),
+        (lambda: (torch.tensor([torch.nan, 1.0]), torch.tensor([2.0, 1.0])), "wrong", 0),
+        (lambda: (True, False), "wrong", 0),
     ],
 )
 def test_outcomes(function, outcome, reported):
     with cuda_on_cpu("sm_90"):
         row = run("a case", function, "sm_90", 1e-3)
     assert (row["outcome"], len(row["reports"])) == (outcome, reported)
-    assert ("why" in row) == (outcome in ("unsupported", "failed"))
+    assert ("why" in row) == (outcome in ("unsupported", "failed", "refused"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -140,9 +140,9 @@ def simulate(
 
     def launch(
         fn: JITFunction, *arguments: object, grid: Any, warmup: bool = False, **keywords: object
-    ) -> SimpleNamespace | None:
-        """Replaces Triton's launch. A warm-up returns the kernel that is launched from then on for these constants; its
-        metadata give the number of programs per cluster.
+    ) -> SimpleNamespace | _Compiled:
+        """Replaces Triton's launch, and returns what can be launched again. A warm-up returns the kernel that is
+        launched from then on for these constants; its metadata give the number of programs per cluster.
         """
         if warmup:
             return made.setdefault(
@@ -157,7 +157,8 @@ def simulate(
             )
         warm = made.get(_constants(fn, arguments, keywords)) if made else None
         cluster_size = 1 if warm is None else warm.packed_metadata[1]
-        return _Launch(run, capability, fn).run(arguments, keywords, grid, cluster_size)
+        _Launch(run, capability, fn).run(arguments, keywords, grid, cluster_size)
+        return _Compiled(fn, keywords)
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", launch))
@@ -175,6 +176,19 @@ def _constants(fn: JITFunction, arguments: tuple[object, ...], keywords: dict[st
         *arguments, **{name: value for name, value in keywords.items() if name in fn.arg_names}
     ).arguments
     return id(fn), repr([bound.get(parameter.name) for parameter in fn.params if parameter.is_constexpr])
+
+
+class _Compiled:
+    """A kernel as a launch returns it. Host code may keep it and launch it again: `compiled[grid](*arguments)`."""
+
+    def __init__(self, fn: JITFunction, keywords: dict[str, object]):
+        self._fn = fn
+        self._options = {name: value for name, value in keywords.items() if name not in fn.arg_names}
+        self.metadata = SimpleNamespace(name=fn.__name__, num_warps=keywords.get("num_warps", 4), shared=1024)
+        self.name, self.n_regs, self.n_spills = fn.__name__, 64, 0
+
+    def __getitem__(self, grid: Any) -> Callable[..., object]:
+        return lambda *arguments: self._fn.run(*arguments, grid=grid, warmup=False, **self._options)
 
 
 _LAYOUTS: dict[tuple[int, int, int], Layouts] = {}

@@ -45,6 +45,8 @@ _BINARY = dict(
 )
 _COMPARE = dict(Eq="__eq__", NotEq="__ne__", Lt="__lt__", LtE="__le__", Gt="__gt__", GtE="__ge__")
 _UNARY = dict(USub="__neg__", UAdd="__pos__", Not="__not__", Invert="__invert__")
+# since Triton 3.7 a device function may return a constant
+_RETURNS_CONSTANTS = hasattr(CodeGenerator, "decide_return_type")
 _LOGICAL = {"And": "logical_and", "Or": "logical_or"}
 
 
@@ -99,11 +101,13 @@ class Translator(ast.NodeTransformer):
         self.namespace: dict[str, Any] = {"__builtins__": {}}
         self.loops: list[dict[str, list[Branch]]] = []  # loops around the statement: name -> branches that assign it
         self.fixed: frozenset[str] = frozenset()  # parameters that are never assigned
+        self.returns = 0  # return statements of the function
 
     def function(self, definition: ast.FunctionDef) -> ast.FunctionDef:
         names = [INTERPRETER, *(argument.arg for argument in _arguments(definition))]
         parameters = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
         stored = {part.id for part in ast.walk(definition) if _is_stored(part)}
+        self.returns = sum(isinstance(part, ast.Return) for part in ast.walk(definition))
         self.fixed = frozenset(argument.arg for argument in _arguments(definition)) - stored
         body = [self.visit(statement) for statement in definition.body]
         body = [statement for statement in body if statement is not None] or [ast.Pass()]
@@ -363,7 +367,11 @@ class Translator(ast.NodeTransformer):
         return ast.copy_location(ast.With(items, self._block(node.body)), node)
 
     def visit_Return(self, node: ast.Return) -> ast.stmt:
-        value = self.ask(node, "returned", self.visit(node.value)) if node.value else ast.Constant(None)
+        if node.value is None:
+            return ast.copy_location(ast.Return(ast.Constant(None)), node)
+        value = self.visit(node.value)
+        if self.returns > 1 or not _RETURNS_CONSTANTS:
+            value = self.ask(node, "returned", value)
         return ast.copy_location(ast.Return(value), node)
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
