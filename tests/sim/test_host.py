@@ -24,21 +24,6 @@ def first_that_fits(configs, named, **keywords):
 )
 @triton.heuristics({"EVEN": lambda named: named["n"] % named["BLOCK"] == 0})
 @triton.jit
-def incremented_kernel(x, out, n, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(out + at, tl.load(x + at, mask=at < n, other=0) + 1)
-
-
-def test_what_a_launch_returns_is_launched_again():
-    """As libraries do that keep compiled kernels: with all arguments in order, constants too."""
-    x, out = torch.zeros(8), torch.full([8], torch.nan)
-    with simulate("sm_90"):
-        compiled = incremented_kernel[(1,)](x, out, 8, SIZE=8, num_warps=1)
-        compiled[(1,)](out, out, 8, 8)
-    assert out.tolist() == [2.0] * 8 and compiled.metadata.num_warps == 1
-
-
-@triton.jit
 def grown_kernel(x, blocks, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(x + at, tl.load(x + at, mask=EVEN | (at < n)) + 1, mask=EVEN | (at < n))
@@ -193,3 +178,18 @@ def test_a_test_file_that_is_written_for_a_gpu_runs_unedited(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "bounds: global store leaves out (0 elements before its start, 1 past its end" in done.stdout
+
+
+@triton.jit
+def incremented_kernel(x, out, n, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, tl.load(x + at, mask=at < n, other=0) + 1)
+
+
+def test_what_a_launch_returns_is_launched_again():
+    """As libraries do that keep compiled kernels: with all arguments in order, constants too."""
+    x, out = torch.zeros(8), torch.full([8], torch.nan)
+    with simulate("sm_90"):
+        compiled = incremented_kernel[(1,)](x, out, 8, SIZE=8, num_warps=1)
+        compiled[(1,)](out, out, 8, 8)
+    assert out.tolist() == [2.0] * 8 and compiled.metadata.num_warps == 1
