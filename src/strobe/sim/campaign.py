@@ -21,6 +21,7 @@ from .checks import USUAL, Checks
 from .host import answers, capability_of
 from .launch import Run, simulate
 from .mutate import MODULE, Mutant, mutants
+from .mutate_data import data_mutants
 from .scene import FAILURES, Scene, load, replaced
 
 MAX_STEPS = 50_000  # limit for a mutant's run, so that a livelock ends
@@ -79,6 +80,7 @@ class Campaign:
         checks: what the happens-before detector looks for.
         all_detectors: run every detector on every mutant; otherwise stop at the first that notices.
         max_seconds: limit for one run of a mutant.
+        data: how many mutants of masks, indices, pointers and ring sizes are drawn of each file, by `seed`.
     """
 
     scene: Scene
@@ -87,6 +89,12 @@ class Campaign:
     checks: Checks = USUAL
     all_detectors: bool = False
     max_seconds: float = MAX_SECONDS
+    data: int = 0
+    seed: int = 0
+
+    def mutants_of(self, file: Path) -> list[Mutant]:
+        source = file.read_text()
+        return [*mutants(source), *data_mutants(source, self.data, self.seed)]
 
     def baseline(self, every_schedule: bool = True) -> Baseline:
         """Run the unchanged kernel under every schedule that its mutants run under, or once, which may reach less.
@@ -111,7 +119,7 @@ class Campaign:
         reached = [
             (file, number, mutant)
             for file in files
-            for number, mutant in enumerate(mutants(file.read_text()))
+            for number, mutant in enumerate(self.mutants_of(file))
             if _may_be_reached(file, mutant, found)
         ]
         found.candidates = [(file, number) for file, number, _ in reached]
@@ -135,7 +143,7 @@ class Campaign:
         found = []
         for done, (file, number) in enumerate(baseline.candidates):
             with tempfile.TemporaryDirectory() as folder:
-                verdict = self.verdict(baseline, file, mutants(file.read_text())[number], Path(folder))
+                verdict = self.verdict(baseline, file, self.mutants_of(file)[number], Path(folder))
             found += [verdict] if verdict else []
             progress(done + 1, len(baseline.candidates))
         return found

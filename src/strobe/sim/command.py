@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .campaign import Verdict, campaign, explain, summary, timed
+from .campaign import Campaign, Verdict, explain, summary, timed
 from .checks import Checks
 from .launch import simulate
 from .options import MODES, PROGRAM, parse
@@ -69,7 +69,12 @@ def _check(arguments: argparse.Namespace) -> None:
     for file in arguments.file or []:
         if not file.is_file():
             raise SceneError(f"--file: got {file}, expected a Python file that exists")
-    for flag, given in (("--file", arguments.file), ("--judges", arguments.judges), ("--ledger", arguments.ledger)):
+    for flag, given in (
+        ("--file", arguments.file),
+        ("--data-mutants", arguments.data_mutants),
+        ("--judges", arguments.judges),
+        ("--ledger", arguments.ledger),
+    ):
         if given and not arguments.mutate:
             raise SceneError(f"{flag}: needs --mutate")
     if arguments.ledger and not _is_json(arguments.ledger):
@@ -137,9 +142,9 @@ def _mutate(scene: Scene, arguments: argparse.Namespace) -> int:
     files = [file.resolve() for file in arguments.file or [scene.path]]
     try:
         with _progress() as update:
-            verdicts, seconds = timed(
-                lambda: campaign(scene, arguments.target, files, arguments.judges, update, _checks(arguments))
-            )
+            drawn = {"data": arguments.data_mutants, "seed": arguments.seed}
+            runs = Campaign(scene, arguments.target, files, _checks(arguments), arguments.judges, **drawn)
+            verdicts, seconds = timed(lambda: runs.verdicts(runs.baseline(), update))
     except SimulationFault as fault:
         raise SceneError(f"the unchanged kernel has faults: {fault}") from fault
     unexplained, stale = (
@@ -160,6 +165,8 @@ def _mutate(scene: Scene, arguments: argparse.Namespace) -> int:
     else:
         _table(verdicts)
         print(summary(verdicts, seconds))
+        if arguments.data_mutants:
+            print(f"mutants of data drawn by seed {arguments.seed}")
         for title, names in (
             ("survives without a reason in the ledger", unexplained),
             ("in the ledger, but noticed or gone", stale),

@@ -186,6 +186,8 @@ class _Compiled:
         self._options = {name: value for name, value in keywords.items() if name not in fn.arg_names}
         self.metadata = SimpleNamespace(name=fn.__name__, num_warps=keywords.get("num_warps", 4), shared=1024)
         self.name, self.n_regs, self.n_spills = fn.__name__, 64, 0
+        # who would replay a launch without Triton's launcher does not where a launch allocates scratch memory
+        self.run = SimpleNamespace(global_scratch_size=1, profile_scratch_size=0)
 
     def __getitem__(self, grid: Any) -> Callable[..., object]:
         return lambda *arguments: self._fn.run(*arguments, grid=grid, warmup=False, **self._options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 # Statements that only synchronise are dropped whole. The mbarrier functions count only with their module's name.
@@ -53,7 +53,8 @@ PROBE = "place_of_the_mutant"  # a name that no kernel has
 _ORDERS = ("acquire", "release", "acq_rel")
 _SIGNALS = ("mbarriers", "mbarrier_preds")
 _Node = ast.expr | ast.stmt
-_Change = tuple[str, _Node, str]  # (kind, node to replace, new text)
+Change = tuple[str, _Node, str]  # (kind, node to replace, new text)
+Changes = Callable[[ast.FunctionDef], Iterator[Change]]
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Mutant:
         return f"{self.kind}, line {self.line} of {self.function}: {self.text}"
 
 
-def mutants(source: str) -> list[Mutant]:
-    """All mutants of the jit functions in a file's source, in line order.
+def mutants(source: str, changes: Changes | None = None) -> list[Mutant]:
+    """All mutants of the jit functions in a file's source, in line order: by these changes, or of synchronisations.
 
     >>> for mutant in mutants('''
     ... @gluon.jit
@@ -102,11 +103,14 @@ def mutants(source: str) -> list[Mutant]:
         text = lines[node.lineno - 1].strip()
         return Mutant(kind, node.lineno, text, function, with_it(new), with_it(PROBE), called)
 
-    found = [mutant(MODULE, None, *change) for change in _text_changes(list(_outside(tree)))]
+    outside = _text_changes(list(_outside(tree))) if changes is None else ()
+    found = [mutant(MODULE, None, *change) for change in outside]
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and _jitted(function):
             calls = _innermost_calls(function)
-            found += [mutant(function.name, calls.get(change[1]), *change) for change in _changes(function)]
+            found += [
+                mutant(function.name, calls.get(change[1]), *change) for change in (changes or _changes)(function)
+            ]
     return sorted(found, key=lambda mutant: (mutant.line, mutant.kind))
 
 
@@ -143,7 +147,7 @@ def _called(call: ast.Call) -> str:
     return ".".join(parts[-2:]) if len(parts) > 1 and parts[-2] == "mbarrier" else parts[-1]
 
 
-def _changes(function: ast.FunctionDef) -> Iterator[_Change]:
+def _changes(function: ast.FunctionDef) -> Iterator[Change]:
     """Every change of a jit function."""
     nodes = list(ast.walk(ast.Module(function.body, [])))
     for node in nodes:
@@ -160,7 +164,7 @@ def _changes(function: ast.FunctionDef) -> Iterator[_Change]:
     yield from _text_changes(nodes)
 
 
-def _bent(call: ast.Call) -> Iterator[_Change]:
+def _bent(call: ast.Call) -> Iterator[Change]:
     if (rule := _BENT.get(_called(call))) is None or any(isinstance(argument, ast.Starred) for argument in call.args):
         return
     position, keyword, kind, template = rule
@@ -174,7 +178,7 @@ def _bent(call: ast.Call) -> Iterator[_Change]:
         yield kind, call, ast.unparse(ast.Call(call.func, call.args, [*call.keywords, given]))
 
 
-def _fewer_barriers(call: ast.Call) -> Iterator[_Change]:
+def _fewer_barriers(call: ast.Call) -> Iterator[Change]:
     """The call without one of the barriers that it signals, and without that barrier's predicate."""
     lists = {
         k.arg: k.value.elts for k in call.keywords if k.arg in _SIGNALS and isinstance(k.value, (ast.List, ast.Tuple))
@@ -189,13 +193,13 @@ def _fewer_barriers(call: ast.Call) -> Iterator[_Change]:
         )
 
 
-def _weaker_orders(call: ast.Call) -> Iterator[_Change]:
+def _weaker_orders(call: ast.Call) -> Iterator[Change]:
     for keyword in call.keywords:
         if keyword.arg == "sem" and isinstance(keyword.value, ast.Constant) and keyword.value.value in _ORDERS:
             yield "weaken order", keyword.value, '"relaxed"'
 
 
-def _text_changes(nodes: Iterable[ast.AST]) -> Iterator[_Change]:
+def _text_changes(nodes: Iterable[ast.AST]) -> Iterator[Change]:
     """Weaker inline PTX, in strings and in the fixed parts of f-strings."""
     nodes = list(nodes)
     formatted = [node for node in nodes if isinstance(node, ast.JoinedStr)]

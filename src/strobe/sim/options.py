@@ -87,6 +87,13 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--file", type=Path, action="append", metavar="FILE", help="mutate this file instead of the scene's; repeatable"
     )
+    made.add_argument(
+        "--data-mutants",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="with --mutate: also N mutants of masks, indices, pointers and ring sizes, drawn by --seed",
+    )
     made.add_argument("--judges", action="store_true", help="run every detector on every mutant")
     made.add_argument("--ledger", type=Path, metavar="FILE", help="JSON file that explains surviving mutants")
     made.add_argument("--json", action="store_true", help="JSON on standard output")
