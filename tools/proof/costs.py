@@ -68,6 +68,7 @@ CASES = [
     Case("columns float32", transpose_kernel, (64, 64, 1), torch.float32, 64 * 64),
     Case("columns float16", transpose_kernel, (64, 64, 1), torch.float16, 64 * 64),
 ]
+NCU = "/usr/local/cuda/bin/ncu"
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int8: "*i8", torch.float64: "*fp64"}
 Counts = dict[str, int]
 
@@ -103,39 +104,41 @@ def compiled(case: Case) -> Counts:
     }
 
 
-def on_gpu(number: int) -> None:
-    """Launch one case, for ncu to look at."""
-    case = CASES[number]
-    x, out = (torch.zeros(case.elements, dtype=case.dtype, device="cuda") for _ in range(2))
-    case.kernel[(1,)](x, out, *case.constants)
+def on_gpu() -> None:
+    """Launch each case once, for ncu to look at."""
+    for case in CASES:
+        x, out = (torch.zeros(case.elements, dtype=case.dtype, device="cuda") for _ in range(2))
+        case.kernel[(1,)](x, out, *case.constants)
     torch.cuda.synchronize()
 
 
-def profiled(number: int) -> Counts:
-    """What ncu counts of one case. Raises RuntimeError with what it says where it cannot."""
-    ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
-    command = [
-        ncu,
-        "--csv",
-        "--metrics",
-        ",".join(METRICS),
-        "-k",
-        "regex:kernel",
-        sys.executable,
-        "-m",
-        "tools.proof.costs",
-    ]
-    done = subprocess.run([*command, "--case", str(number)], capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
-    found = {
-        METRICS[row["Metric Name"]]: int(float(row["Metric Value"].replace(",", "")))
-        for row in rows
-        if row.get("Metric Name") in METRICS
-    }
-    if not found:
-        raise RuntimeError((done.stdout + done.stderr).strip()[-300:])
-    return found
+def profiled() -> dict[str, Counts]:
+    """What ncu counts of each case. Raises RuntimeError with what it says where it cannot."""
+    ncu = shutil.which("ncu") or NCU
+    command = [ncu, "--csv", "--metrics", ",".join(METRICS)]
+    command += ["-k", "regex:copy_kernel|transpose_kernel", sys.executable, "-m", "tools.proof.costs", "--launch"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = parsed(done.stdout)
+    if len(found) != len(CASES):
+        raise RuntimeError(
+            f"ncu gave {len(found)} of {len(CASES)} kernels: {(done.stdout + done.stderr).strip()[-400:]}"
+        )
+    return {case.name: counts for case, counts in zip(CASES, found, strict=True)}
+
+
+def parsed(text: str) -> list[Counts]:
+    """The counts of each launch in ncu's CSV, in order.
+
+    >>> parsed('"ID","Metric Name","Metric Value"\\n"0","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","1,024"')
+    [{'load sectors': 1024}]
+    """
+    rows = csv.DictReader(io.StringIO("\n".join(line for line in text.splitlines() if line.startswith('"'))))
+    found: dict[str, Counts] = {}
+    for row in rows:
+        if row["Metric Name"] in METRICS:
+            value = int(float(row["Metric Value"].replace(",", "")))
+            found.setdefault(row["ID"], {})[METRICS[row["Metric Name"]]] = value
+    return list(found.values())
 
 
 def agrees(simulated: int, other: int, bound: bool) -> bool:
@@ -151,17 +154,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.proof.costs", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the simulated counts")
     parser.add_argument("--ncu", type=Path, help="compare ncu's counts with these")
-    parser.add_argument("--case", type=int, help="launch one case on the GPU")
+    parser.add_argument("--launch", action="store_true", help="launch each case on the GPU")
     a = parser.parse_args(argv)
-    if a.case is not None:
-        on_gpu(a.case)
+    if a.launch:
+        on_gpu()
         return 0
     if a.ncu:
         expected: dict[str, Counts] = json.loads(a.ncu.read_text())
-        if not (shutil.which("ncu") or Path("/usr/local/cuda/bin/ncu").exists()):
+        if not (shutil.which("ncu") or Path(NCU).exists()):
             print("no ncu here")
             return 0
-        other = {case.name: profiled(number) for number, case in enumerate(CASES)}
+        other = profiled()
     else:
         expected = {case.name: simulated(case) for case in CASES}
         other = {case.name: compiled(case) for case in CASES}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from .mutate import Change, Mutant, mutants
 
 _ACCESSES = ("load", "store", "atomic_add", "atomic_max", "atomic_min", "atomic_xchg")
+_MODULES = ("tl", "gl", "ttgl", "language")  # `buffer.store(x)` takes no pointer
 _MASKED = ("mask", "other")
 
 
@@ -37,7 +38,7 @@ def _changes(function: ast.FunctionDef) -> Iterator[Change]:
             continue
         if node.func.attr == "index" and len(node.args) == 1 and not node.keywords:
             yield "shift index", node.args[0], f"({ast.unparse(node.args[0])}) + 1"
-        if node.func.attr in _ACCESSES and node.args and isinstance(node.func.value, ast.Name):
+        if node.func.attr in _ACCESSES and node.args and ast.unparse(node.func.value) in _MODULES:
             yield "shift pointer", node.args[0], f"({ast.unparse(node.args[0])}) + 1"
             rest = [keyword for keyword in node.keywords if keyword.arg not in _MASKED]
             if len(rest) < len(node.keywords):
