@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,6 +103,28 @@ def test_the_command(capsys, tmp_path):
 def _shown(name: str, capsys) -> str:
     assert main(["bench", "roofline", "--target", name]) == 0
     return capsys.readouterr().out
+
+
+def test_the_measuring_script_times_the_backward_and_compares_gradients(monkeypatch):
+    """On the simulator: timing is replaced by one run of each variant."""
+    pytest.importorskip("triton")
+    from tools.proof.simulate import on
+
+    def once(functions, device, **options):
+        for function in functions.values():
+            function()
+        return {name: SimpleNamespace(median_ms=1.0) for name in functions}
+
+    monkeypatch.setattr(predictions, "interleave", once)
+    with on(FAKES["B200"]) as run:
+        rows = list(predictions.measured_backward((64, 64), True, (1, 130, 1), "cpu"))
+    assert [row["variant"] for row in rows] == ["as it is", "deterministic", "portable"]
+    assert run.launches.count("preprocess_kernel") == 2 and run.reports == []
+    # P, dS and the result are rounded to 8 bits by both kernels; another seed, mask or scale would differ by 1
+    assert all(row["difference"] < 6 * 2**-8 for row in rows) and rows[2]["difference"] == 0.0
+    # seven operands of 16 KiB (S, dP: two each; dV, dK, dQ: one), and dS of 32 KiB written and read; 128 bytes a clock
+    assert [row["cycles"] for row in rows] == [1408.0, 1408.0, None]
+    assert rows[0]["tflops"] == pytest.approx(5 * 2 * 64 * (131 * 130 / 2) / 1e-3 / 1e12)
 
 
 def test_predictions_need_the_machine(monkeypatch, capsys):

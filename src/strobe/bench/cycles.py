@@ -96,17 +96,22 @@ def forward(rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 0
     return Pass(products, rows * keys, 0, keys * (width + width_v) * BYTES, SCORE_INSTRUCTIONS)
 
 
-def backward(rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 0) -> Pass:
+def backward(
+    rows: int = 128, keys: int = 128, width: int = 128, width_v: int = 0, dq_through_shared: bool = True
+) -> Pass:
     """The backward of one tile, with keys as the rows of scores. dv and dk read weights and dS without shared memory.
 
-    dq reads dS from shared memory, and TMA adds dq to global memory."""
+    dq reads dS from shared memory. TMA adds dq to global memory from shared memory, unless threads add it from
+    registers, as strobe's Blackwell backward does."""
     width_v = width_v or width
     products = (
         Product(keys, rows, width), Product(keys, rows, width_v),  # s, dp
         Product(keys, width_v, rows, a_shared=False), Product(keys, width, rows, a_shared=False),  # dv, dk
         Product(rows, width, keys),  # dq
     )  # fmt: skip
-    moved = rows * keys * BYTES + 2 * rows * width * SUM_BYTES  # ds written; dq written and read
+    moved = rows * keys * BYTES  # ds written
+    if dq_through_shared:
+        moved += 2 * rows * width * SUM_BYTES  # dq written and read
     return Pass(products, rows * keys, moved, rows * (width + width_v) * BYTES, SCORE_INSTRUCTIONS + 3)
 
 

@@ -1,9 +1,10 @@
-"""Compare the predictions of `bench.cycles` for the forward with measurements, on a Blackwell GPU.
+"""Compare the predictions of `bench.cycles` with measurements, on a Blackwell GPU.
 
-    python -m strobe.bench.predictions        JSON lines, one for each shape and variant
+    python -m strobe.bench.predictions        JSON lines, one for each pass, shape and variant
 
-It has not run on a Blackwell GPU yet. Each variant is the same kernel without one remedy. Variants are timed in turn in
-one process.
+It has not run on a Blackwell GPU yet. A variant of the forward is the same kernel without one remedy. Variants of the
+backward are its order of adds to dq, and the portable kernel, whose gradients the others must have. Variants are timed
+in turn in one process.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 
-from ..kernels.protocol import Forward, Plan
+from ..kernels.protocol import Backward, Forward, Plan
 from ..problem import mask as masks
 from ..problem.call import Call
 from ..problem.problem import Problem
 from ..problem.target import Target
 from ..selection.select import select
-from .cycles import cycles, forward
+from .cycles import backward, cycles, forward
 from .timer import interleave
 
 WIDTHS = ((64, 64), (128, 128), (192, 128))
@@ -68,6 +70,7 @@ def measured(widths: tuple[int, int], causal: bool) -> Iterator[dict]:
     for name, timing in times.items():
         ms = timing.median_ms
         yield {
+            "pass": "forward",
             "head_dims": widths,
             "causal": causal,
             "variant": name,
@@ -77,13 +80,68 @@ def measured(widths: tuple[int, int], causal: bool) -> Iterator[dict]:
         }
 
 
+BACKWARDS: dict[str, dict] = {
+    "as it is": {},
+    "deterministic": {"deterministic": True},
+    "portable": {"kernel": "portable.backward"},
+}
+
+
+def measured_backward(
+    widths: tuple[int, int], causal: bool, sizes: tuple[int, int, int] = (BATCH, SEQLEN, HEADS), device: str = "cuda"
+) -> Iterator[dict]:
+    """A row for each of BACKWARDS. `difference`: from the portable gradients, relative to the largest of them."""
+    shapes = [(*sizes, width) for width in (widths[0], widths[0], widths[1])]
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
+    masked = Call(q, k, v, needs_grad=True).with_mask(masks.causal() if causal else masks.full())
+    target = Target.of(q.device)
+    calls = {name: masked._replace(**options) for name, options in BACKWARDS.items()}
+    choices = {name: select(Problem.from_call(call), target) for name, call in calls.items()}
+    out, lse = torch.empty_like(v), torch.empty(sizes[0], sizes[2], sizes[1], device=device)
+    choice = choices["as it is"]
+    choice.forward.kernel.run(choice.forward, masked, Forward(out, lse), _workspace(choice.forward, device))
+    dout, plans = torch.randn_like(out), {name: cast(Plan, choice.backward) for name, choice in choices.items()}
+    results = {}
+    for name in plans:
+        dq, dk, dv, delta = (torch.empty_like(t) for t in (q, k, v, lse))
+        results[name] = Backward(dout, out, lse, None, dq, dk, dv, delta)
+    spaces = {name: _workspace(plan, device) for name, plan in plans.items()}
+    run = lambda name: plans[name].kernel.run(plans[name], calls[name], results[name], spaces[name])
+    times = interleave({name: lambda name=name: run(name) for name in plans}, q.device, flush=True)
+    flops = plans["as it is"].kernel.cost(plans["as it is"].problem).flops
+    step = cycles(backward(128, 128, *widths, dq_through_shared=False), 100)
+    for name, timing in times.items():
+        yield {
+            "pass": "backward",
+            "head_dims": widths,
+            "causal": causal,
+            "variant": name,
+            "cycles": max(step[:4]) if plans[name].kernel.name == "blackwell.backward" else None,
+            "ms": timing.median_ms,
+            "tflops": flops / timing.median_ms / 1e9,
+            "difference": _difference(results[name], results["portable"]),
+        }
+
+
+def _workspace(plan: Plan, device: str) -> dict[str, torch.Tensor]:
+    return {
+        buffer.name: torch.full(buffer.shape, buffer.fill or 0, dtype=buffer.dtype, device=device)
+        for buffer in plan.buffers
+    }
+
+
+def _difference(found: Backward, wanted: Backward) -> float:
+    pairs = ((found.dq, wanted.dq), (found.dk, wanted.dk), (found.dv, wanted.dv))
+    return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
+
+
 def main() -> int:
     if not torch.cuda.is_available() or Target.of(torch.device("cuda")).capability not in (100, 103):
         print("predictions are tested on a Blackwell GPU (sm_100, sm_103); there is none here", file=sys.stderr)
         return 2
     for widths in WIDTHS:
         for causal in (False, True):
-            for row in measured(widths, causal):
+            for row in (*measured(widths, causal), *measured_backward(widths, causal)):
                 print(json.dumps(row), flush=True)
     return 0
 

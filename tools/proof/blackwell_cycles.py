@@ -1,0 +1,168 @@
+"""Cycles of a step of the Blackwell backward, counted from the kernel's own operands, and the speed that they predict.
+
+    python -m tools.proof.blackwell_cycles            a table
+    python -m tools.proof.blackwell_cycles --json     one object
+
+The simulator runs the kernel over two and over three tiles of queries. What the longer run has more is a step: products
+with their shapes and the places of their operands, and the bytes that threads write to shared memory and add to global
+memory. `strobe.bench.cycles` makes cycles of them. Nothing here ran on a Blackwell GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from strobe import reference
+from strobe.bench.cycles import SCORE_INSTRUCTIONS, SUM_BYTES, Cycles, Pass, Product, cycles
+from strobe.ops import attention as ops
+from strobe.problem.call import Call
+from strobe.problem.target import FAKES
+from strobe.sim import Checks
+from strobe.sim.tensor_core import TensorCores
+
+from .simulate import on
+
+ROWS = 128
+CAPABILITY = 100
+TARGET = FAKES["B200"]
+PEAK = TARGET.peak_tflops  # of dense 16-bit products
+# TFLOP/s of FlashAttention-4 on a B200, d128 dense, 8k (Dao-AILab/flash-attention, pull request 2280)
+PUBLISHED = {"one CTA": 1248, "pair": 1360}
+# and with deterministic gradients
+ORDERED = {"one CTA": 980, "pair": 1167}
+
+
+class Counts(NamedTuple):
+    """Of the main kernel."""
+
+    products: Counter  # of Product
+    stored: int  # bytes that threads write to shared memory
+    added: int  # bytes that threads add to global memory
+    loaded: int  # bytes that TMA writes to shared memory
+
+    def less(self, other: Counts) -> Counts:
+        numbers = (a - b for a, b in zip(self[1:], other[1:]))
+        return Counts(self.products - other.products, *numbers)
+
+
+def counted(tiles: int, width: int, width_v: int) -> Counts:
+    """One tile of keys and `tiles` tiles of queries through the simulator."""
+    products: Counter = Counter()
+    issue = TensorCores.create_tcgen05_mma
+
+    def noted(self: Any, a: Any, b: Any, d: Any, *rest: Any, **options: Any) -> None:
+        left, result = self.window(a), self.window(d)
+        (m, n), k = result.view.shape, left.view.shape[-1]
+        products[Product(m, n, k, left.memory.space == "shared")] += 1
+        issue(self, a, b, d, *rest, **options)
+
+    sizes = ((tiles * ROWS, width), (ROWS, width), (ROWS, width_v))
+    q, k, v = (torch.ones(1, rows, 1, columns, dtype=torch.bfloat16) for rows, columns in sizes)
+    call = Call(q, k, v, kernel="blackwell.backward", needs_grad=True)
+    out, lse = reference.forward(call)
+    patched = mock.patch.object(TensorCores, "create_tcgen05_mma", noted)
+    with patched, on(TARGET, sms=1, checks=Checks(costs=True)) as run:
+        ops.BACKWARD(torch.ones_like(out).to(q.dtype), out.to(q.dtype), lse.float(), None, *call.arguments)
+    bytes_of = lambda what, file: sum(row.bytes for row in run.costs.rows if row.what == what and file in row.where)
+    return Counts(
+        products,
+        bytes_of("shared store", "backward_compute"),
+        bytes_of("global atomic", "backward_reduce"),
+        bytes_of("TMA load", "backward_"),
+    )
+
+
+class Way(NamedTuple):
+    """One way to run a step, with its cycles."""
+
+    name: str
+    built: bool
+    cycles: Cycles
+
+    @property
+    def bound(self) -> float:
+        """TFLOP/s of dense attention if the busiest unit never waits."""
+        return PEAK * self.cycles.tensor / max(self.cycles[:4])
+
+    def waiting(self, published: float) -> float:
+        """Cycles of a step in which the busiest unit waited at a published speed."""
+        return PEAK * self.cycles.tensor / published - max(self.cycles[:4])
+
+
+def ways(width: int = ROWS, width_v: int = ROWS) -> list[Way]:
+    """A step as this kernel runs it, and as FlashAttention-4's do: dQ through shared memory, by one CTA or a pair."""
+    step = counted(3, width, width_v).less(counted(2, width, width_v))
+    products = tuple(step.products.elements())
+    weights = next(p.m * p.k for p in products if not p.a_shared)  # P, the left operand of dV: an exponential each
+    if step.added != ROWS * width * SUM_BYTES:
+        raise ValueError(f"a step adds {step.added} bytes of dq; expected {ROWS * width * SUM_BYTES}")
+    through_shared = step.stored + 2 * step.added  # written by threads, and read by TMA
+    passes = {
+        "one CTA, dQ from registers": (True, step.stored, 1),
+        "one CTA": (False, through_shared, 1),
+        "pair": (False, through_shared, 2),
+    }
+    return [
+        Way(name, built, cycles(Pass(products, weights, moved, step.loaded, SCORE_INSTRUCTIONS + 3), CAPABILITY, ctas))
+        for name, (built, moved, ctas) in passes.items()
+    ]
+
+
+def rows(found: list[Way]) -> Iterator[dict[str, Any]]:
+    """A row for each way, with the published speed where there is one."""
+    for way in found:
+        published = PUBLISHED.get(way.name)
+        yield {
+            "way": way.name,
+            "built": way.built,
+            "tensor": way.cycles.tensor,
+            "shared": way.cycles.shared,
+            "exp": way.cycles.exp,
+            "bound_tflops": round(way.bound),
+            "published_tflops": published,
+            "waiting_cycles": round(way.waiting(published)) if published else None,
+        }
+
+
+def predicted(found: list[Way]) -> tuple[float, float]:
+    """TFLOP/s of this kernel at d128 dense: the busiest unit waits as long as in FlashAttention-4's kernels, of which
+    one waits less than the other.
+    """
+    own, *others = found
+    waits = [way.waiting(PUBLISHED[way.name]) for way in others]
+    flops = PEAK * own.cycles.tensor
+    low, high = (flops / (max(own.cycles[:4]) + wait) for wait in (max(waits), min(waits)))
+    return low, high
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.proof.blackwell_cycles")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    as_json = parser.parse_args(arguments).json
+    found = ways()
+    shown, plain = list(rows(found)), predicted(found)
+    ordered = [speed * ORDERED["one CTA"] / PUBLISHED["one CTA"] for speed in plain]
+    if as_json:
+        speeds = {"predicted_tflops": [*map(round, plain)], "predicted_deterministic_tflops": [*map(round, ordered)]}
+        print(json.dumps({"rows": shown, **speeds, "peak_tflops": PEAK}))
+        return 0
+    print("| way | tensor | shared | exp | TFLOP/s at most | published | cycles waiting |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for row in shown:
+        cells = [f"{row[name]:,.0f}" if row[name] else "" for name in list(row)[2:]]
+        print(f"| {row['way']} | {' | '.join(cells)} |")
+    print(f"\nThis kernel, d128 dense, predicted: {plain[0]:,.0f} to {plain[1]:,.0f} TFLOP/s;")
+    print(f"deterministic {ordered[0]:,.0f} to {ordered[1]:,.0f}. It has not run on a Blackwell GPU.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
