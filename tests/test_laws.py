@@ -208,8 +208,8 @@ def test_a_form_prints_all_that_it_holds():
         if isinstance(found, type) and found.__name__.endswith(("Form", "Traits"))
     ]
     assert len(forms) >= 5
-    for form in forms:
-        assert form.__str__ is object.__str__ and "__dataclass_fields__" in vars(form), form
+    for one in forms:
+        assert one.__str__ is object.__str__ and "__dataclass_fields__" in vars(one), one
 
 
 def test_only_the_dialect_opens_the_experimental_door():

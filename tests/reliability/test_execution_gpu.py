@@ -65,7 +65,7 @@ def test_hopper_backward_50_times(name):
         pytest.skip("made for sm_90")
     case = CASES[name] if CASES[name].packed else replace(CASES[name], batch=30)
     call = case.build("cuda", torch.bfloat16, requires_grad=True, kernel="hopper")
-    divided = ops.decide(call).backward.config.form.group_splits > 1
+    divided = ops.decide(call).backward.config.traits.group_splits > 1
     first = None
     for _ in range(50):
         out, _lse = ops.run(call)
@@ -84,7 +84,7 @@ def test_ordered_hopper_backward_50_times(name):
         pytest.skip("made for sm_90")
     case = CASES[name] if CASES[name].packed else replace(CASES[name], batch=30)
     call = case.build("cuda", torch.bfloat16, requires_grad=True, kernel="hopper")._replace(deterministic=True)
-    assert ops.decide(call).backward.config.form.deterministic
+    assert ops.decide(call).backward.config.traits.deterministic
     first = None
     for _ in range(50):
         out, _lse = ops.run(call)
@@ -104,8 +104,8 @@ def test_ordered_gradients_are_those_of_steps_that_multiply_their_own_dq(heads, 
         monkeypatch.setattr(config, "DEFERRED_DQ_STEPS", dict.fromkeys(config.DEFERRED_DQ_STEPS, steps))
         CACHE.clear()
         call = Call(*tensors, right=0, kernel="hopper", needs_grad=True, deterministic=True)
-        form = ops.decide(call).backward.config.form
-        assert form.deterministic and form.dq_deferred == (steps == 0)
+        traits = ops.decide(call).backward.config.traits
+        assert traits.deterministic and traits.dq_deferred == (steps == 0)
         found[steps] = both_ways(tensors, causal=True, kernel="hopper", deterministic=True)
     assert same(found[0], found[10**6])
     for _ in range(1000):

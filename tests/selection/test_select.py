@@ -312,7 +312,7 @@ def test_explain_prints_the_choice_and_every_reason():
     ]  # fmt: skip
     assert "rejected  portable.forward   could run this too; hopper.forward comes first" in text
     config = chosen(_dense(right=0)).forward.config
-    assert f"chosen    hopper.forward     {config}" in text and f"stages={config.form.tuning.stages}" in str(config)
+    assert f"chosen    hopper.forward     {config}" in text and f"stages={config.traits.tuning.stages}" in str(config)
 
 
 def test_explain_on_a_named_blackwell_gpu():
@@ -349,23 +349,23 @@ def test_packed_sequences_run_on_hopper():
 def test_tiles_fit_the_shared_memory_that_the_config_prints(as_of_many_keys):
     for (width, width_v), tuning in hopper.TUNINGS.items():
         config = chosen(_dense(width, width_v)).forward.config
-        assert config.form.tuning == tuning and config.form.shared_bytes() <= FAKES["H200"].shared_bytes
-        assert f"shared {config.form.shared_bytes() / 1024:.0f} KiB" in str(config)
+        assert config.traits.tuning == tuning and config.traits.shared_bytes() <= FAKES["H200"].shared_bytes
+        assert f"shared {config.traits.shared_bytes() / 1024:.0f} KiB" in str(config)
     for (width, width_v), tuning in blackwell.TILE_CONFIGS.items():
-        form = chosen(_dense(width, width_v), "B200").forward.config.form
+        traits = chosen(_dense(width, width_v), "B200").forward.config.traits
         assert (
-            form.tuning == tuning
-            and form.shared_bytes() <= FAKES["B200"].shared_bytes
-            and form.tensor_columns() <= TENSOR_COLUMNS
+            traits.tuning == tuning
+            and traits.shared_bytes() <= FAKES["B200"].shared_bytes
+            and traits.tensor_columns() <= TENSOR_COLUMNS
         )
     for (width, width_v), tuning in hopper.BACKWARD_TUNINGS.items():
         backward = chosen(_dense(width, width_v, needs_grad=True)).backward
         assert (
             backward
-            and backward.config.form.tuning == tuning
-            and backward.config.form.shared_bytes() <= FAKES["H200"].shared_bytes
+            and backward.config.traits.tuning == tuning
+            and backward.config.traits.shared_bytes() <= FAKES["H200"].shared_bytes
         )
-        assert f"shared {backward.config.form.shared_bytes() / 1024:.0f} KiB" in str(backward.config)
+        assert f"shared {backward.config.traits.shared_bytes() / 1024:.0f} KiB" in str(backward.config)
 
 
 @pytest.mark.parametrize("width", (64, 128, 256))
@@ -376,7 +376,7 @@ def test_calls_in_pieces_have_tiles_of_their_own(width):
     packed = long[0].new_empty(8192, 2, width)
     offsets = torch.tensor([0, 4096, 8192], dtype=torch.int32)
     tunings = [
-        hopper.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.tuning
+        hopper.FORWARD.config(Problem.from_call(call), FAKES["H200"]).traits.tuning
         for call in (
             Call(long, long, long, left=2000, right=0),
             Call(long, long, long, right=0).with_mask(strobe.problem.mask.documents(ids)),
@@ -396,15 +396,15 @@ def test_calls_in_pieces_have_tiles_of_their_own(width):
     capped = hopper.FORWARD.config(
         Problem.from_call(Call(long, long, long, left=2000, right=0, softcap=5.0)), FAKES["H200"]
     )
-    assert capped.form.tuning == hopper.CAPPED[width, width]
+    assert capped.traits.tuning == hopper.CAPPED[width, width]
 
 
 def test_every_constant_of_the_compiled_kernel_is_in_its_key():
     """Triton tells compiled kernels apart by the text of their constants: no two forms may print alike."""
     choice = chosen(_dense(needs_grad=True))
     plans = (choice.forward, choice.backward, chosen(_dense(), "B200").forward)
-    forms = [plan.config.form for plan in plans if plan]
-    for place in (*forms, *(form.tuning for form in forms)):
+    forms = [plan.config.traits for plan in plans if plan]
+    for place in (*forms, *(traits.tuning for traits in forms)):
         for name in (field.name for field in fields(place) if field.init):  # the others follow from these
             other = replace(place, **{name: "other"})
             assert str(other) != str(place), name

@@ -272,12 +272,12 @@ def test_what_another_version_compiled_is_not_run(tmp_path):
     job = next(
         job for _, job in launches(Unit("portable", "d64 dense", "sm_90").call, HOPPER) if job.name == "delta_kernel"
     )
-    *others, form, rows = job.arguments
+    *others, traits, rows = job.arguments
     hits: list[bool] = []
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = str(tmp_path)
         knobs.compilation.listener = lambda **said: hits.append(said["cache_hit"])
-        for each in (form, form, replace(form, host="of another version")):
+        for each in (traits, traits, replace(traits, host="of another version")):
             with proof.offline(HOPPER.capability):
                 job.kernel.warmup(*others, each, rows, grid=job.grid, **job.options)
     assert hits == [False, True, False]
@@ -311,9 +311,9 @@ def test_a_source_is_all_that_a_kernel_is_compiled_from():
     job = next(
         job for _, job in launches(Unit("portable", "d64 dense", "sm_90").call, HOPPER) if job.name == "delta_kernel"
     )
-    *others, form, rows = job.arguments
+    *others, traits, rows = job.arguments
     told = [
-        proof.source_of(job.kernel, capability, (*others, replace(form, **changed), most), job.options | options)
+        proof.source_of(job.kernel, capability, (*others, replace(traits, **changed), most), job.options | options)
         for capability, changed, most, options in (
             (90, {}, rows, {}),
             (100, {}, rows, {}),

@@ -132,12 +132,12 @@ def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
         if unit.family != "hopper" or unit.case.endswith("batch invariant"):
             continue
         row = RECORDED[(*unit, "forward_kernel")]
-        form = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.form
+        traits = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.traits
         assert row["instructions"]["HGMMA"] > 0 and row["instructions"]["UTMALDG"] > 0 and not row["serialized"], unit
-        assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
-        assert row["warps"] == 4 * form.tuning.consumers + 4, unit
-        seen.add((replace(form.tuning, pack_gqa=1), form.mask.left, form.mask.right))
-        early |= {(form.block_d, form.block_dv)} if form.early else set()
+        assert 0 <= row["shared_bytes"] - traits.shared_bytes() < 1024, unit
+        assert row["warps"] == 4 * traits.tuning.consumers + 4, unit
+        seen.add((replace(traits.tuning, pack_gqa=1), traits.mask.left, traits.mask.right))
+        early |= {(traits.block_d, traits.block_dv)} if traits.early else set()
     bands = ((False, False), (False, True), (True, True), (True, False))
     wanted = {
         (tuning, *band)
@@ -158,11 +158,11 @@ def test_the_hopper_forward_over_caches_compiles_with_each_tiling():
         if unit.family != "hopper.decode" or " prefill" not in unit.case:
             continue
         row = RECORDED[(*unit, "forward_kernel")]
-        form = select(PagedProblem.from_call(unit.call), TARGETS[unit.target]).forward.config.form
+        traits = select(PagedProblem.from_call(unit.call), TARGETS[unit.target]).forward.config.traits
         assert row["instructions"]["HGMMA"] > 0 and row["instructions"]["UTMALDG"] > 0 and not row["serialized"], unit
-        assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
-        assert row["warps"] == 4 * form.tuning.consumers + 4, unit
-        seen.add(replace(form.tuning, pack_gqa=1))
+        assert 0 <= row["shared_bytes"] - traits.shared_bytes() < 1024, unit
+        assert row["warps"] == 4 * traits.tuning.consumers + 4, unit
+        seen.add(replace(traits.tuning, pack_gqa=1))
     assert seen == {*prefill_config.TUNINGS.values(), *prefill_config.CAPPED.values()}
 
 
@@ -171,9 +171,9 @@ def test_forwards_with_the_bits_of_a_decode_multiply_as_it_does():
     assert len(units) == 5
     for unit in units:
         row = RECORDED[(*unit, "invariant_kernel")]
-        form = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.traits
+        traits = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.traits
         assert row["instructions"]["HGMMA"] > 0 and row["instructions"]["LDGSTS"] > 0 and not row["serialized"], unit
-        assert 0 <= row["shared_bytes"] - form.shared_bytes() < 4096 and row["warps"] == 8, unit
+        assert 0 <= row["shared_bytes"] - traits.shared_bytes() < 4096 and row["warps"] == 8, unit
 
 
 def test_the_hopper_backward_compiles_with_each_tiling_and_each_band():
@@ -184,16 +184,16 @@ def test_the_hopper_backward_compiles_with_each_tiling_and_each_band():
             continue
         found = [row for place, row in RECORDED.items() if Unit(*place[:3]) == unit]
         row, plan = found[2], select(Problem.from_call(unit.call), TARGETS[unit.target]).backward
-        form = plan and plan.config.form
-        assert form, unit
+        traits = plan and plan.config.traits
+        assert traits, unit
         names = ["forward_kernel", "rows_kernel", "backward_kernel"]
-        names += ["convert_dq_kernel"] * (not form.dq_last_writer_converts) + ["convert_kernel"] * (
-            form.group_splits > 1
+        names += ["convert_dq_kernel"] * (not traits.dq_last_writer_converts) + ["convert_kernel"] * (
+            traits.group_splits > 1
         )
         assert [row["kernel"] for row in found] == names, unit
         assert row["instructions"]["HGMMA"] > 0 and row["instructions"]["UTMALDG"] > 0 and not row["serialized"], unit
-        assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024 and row["warps"] == 12, unit
-        seen.add((form.tuning, form.mask.left, form.mask.right))
+        assert 0 <= row["shared_bytes"] - traits.shared_bytes() < 1024 and row["warps"] == 12, unit
+        seen.add((traits.tuning, traits.mask.left, traits.mask.right))
     bands = ((False, False), (False, True), (True, True), (True, False))
     wanted = {(tuning, *band) for tuning in hopper.BACKWARD_TUNINGS.values() for band in bands}
     assert seen == wanted | {(tuning, True, True) for tuning in hopper.BACKWARD_CAPPED.values()}
@@ -208,17 +208,17 @@ def test_the_blackwell_forward_compiles_with_each_tiling_and_each_band():
         if unit.family != "blackwell":
             continue
         row = RECORDED[(*unit, "forward_kernel")]
-        form = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.form
+        traits = select(Problem.from_call(unit.call), TARGETS[unit.target]).forward.config.traits
         assert not row["instructions"] or (row["instructions"]["UTCMMA"] > 0 and row["instructions"]["UTMALDG"] > 0), (
             unit
         )
-        assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
-        assert row["warps"] == 16 and form.tensor_columns() <= row["tensor_columns"] == TENSOR_COLUMNS, unit
+        assert 0 <= row["shared_bytes"] - traits.shared_bytes() < 1024, unit
+        assert row["warps"] == 16 and traits.tensor_columns() <= row["tensor_columns"] == TENSOR_COLUMNS, unit
         assert (
-            sum(count * warps for count, warps in zip(form.tuning.registers_of().values(), (8, 1, 1, 2, 4)))
+            sum(count * warps for count, warps in zip(traits.tuning.registers_of().values(), (8, 1, 1, 2, 4)))
             == 16 * row["registers"]
         ), unit
-        seen.add((form.tuning, form.mask.left, form.mask.right, unit.target))
+        seen.add((traits.tuning, traits.mask.left, traits.mask.right, unit.target))
     bands = ((False, False), (False, True), (True, True))
     wanted = {
         (tuning, *band, target)
@@ -250,15 +250,15 @@ def test_the_blackwell_backward_spills_nothing_and_fits_its_memories():
     seen = set()
     for unit in UNITS:
         if unit.family in ("blackwell", "blackwell.backward") and unit.call.needs_grad:
-            form = select(Problem.from_call(unit.call), TARGETS[unit.target]).backward.config.form
+            traits = select(Problem.from_call(unit.call), TARGETS[unit.target]).backward.config.traits
             for kernel in ("preprocess_kernel", "backward_kernel", "postprocess_kernel"):
                 assert budget.spill_bytes(RECORDED[(*unit, kernel)]) == 0, (unit, kernel)
             row = RECORDED[(*unit, "backward_kernel")]
-            assert row["warps"] == 16 and form.tensor_columns() == row["tensor_columns"] == TENSOR_COLUMNS, unit
-            assert 0 <= row["shared_bytes"] - form.shared_bytes() < 1024, unit
-            registers = form.tuning.registers_of()
+            assert row["warps"] == 16 and traits.tensor_columns() == row["tensor_columns"] == TENSOR_COLUMNS, unit
+            assert 0 <= row["shared_bytes"] - traits.shared_bytes() < 1024, unit
+            registers = traits.tuning.registers_of()
             assert sum(registers[role] * warps for role, warps in zip(registers, (4, 8, 2, 2))) == 16 * row["registers"]
-            seen.add((form.block_d, form.mask.left, form.mask.right, unit.target))
+            seen.add((traits.block_d, traits.mask.left, traits.mask.right, unit.target))
     bands = ((False, False), (False, True), (True, True))
     assert seen >= {(w, *band, target) for w in (64, 96, 128, 192) for band in bands for target in ("sm_100", "sm_103")}
 
@@ -268,9 +268,9 @@ def _backward_roles(row: dict) -> dict[str, int]:
     halves take turns; split groups only add, but for a first tile of keys.
     """
     unit = Unit(*key(row)[:3])
-    form = select(Problem.from_call(unit.call), TARGETS[unit.target]).backward.config.form
-    stores = form.store_warps if form.group_splits == 1 or form.dq_first_writer_stores else 0
-    return {"store": stores} if form.split_by_keys else {"softmax": 1, "store": stores}
+    traits = select(Problem.from_call(unit.call), TARGETS[unit.target]).backward.config.traits
+    stores = traits.store_warps if traits.group_splits == 1 or traits.dq_first_writer_stores else 0
+    return {"store": stores} if traits.split_by_keys else {"softmax": 1, "store": stores}
 
 
 @pytest.mark.parametrize("family, kernel, roles", [

@@ -38,11 +38,11 @@ def variants(plan: Plan) -> dict[str, Plan]:
     >>> list(variants(select(Problem.from_call(Call(q, q, q)), FAKES["B200"]).forward))
     ['as it is', 'all exponentials by the exp unit', 'o rescaled at each new maximum']
     """
-    form = plan.config.form
-    others = {"o rescaled at each new maximum": replace(form, tuning=replace(form.tuning, rescale_threshold=0.0))}
-    if form.by_fma:
-        others = {"all exponentials by the exp unit": replace(form, by_fma=0)} | others
-    made = {name: plan.changed(config=replace(plan.config, form=other)) for name, other in others.items()}
+    traits = plan.config.traits
+    others = {"o rescaled at each new maximum": replace(traits, tuning=replace(traits.tuning, rescale_threshold=0.0))}
+    if traits.by_fma:
+        others = {"all exponentials by the exp unit": replace(traits, by_fma=0)} | others
+    made = {name: plan.changed(config=replace(plan.config, traits=other)) for name, other in others.items()}
     return {"as it is": plan, **made}
 
 
@@ -50,10 +50,14 @@ def predicted(plan: Plan) -> float:
     """Cycles of the busiest unit for 128 queries and 128 keys. Rescaling o is not counted: it delays products but
     occupies no counted unit.
     """
-    form = plan.config.form
+    traits = plan.config.traits
     return max(
         cycles(
-            forward(128, 128, form.block_d, form.block_dv), plan.target.capability, 1, form.by_fma / 32, form.degree
+            forward(128, 128, traits.block_d, traits.block_dv),
+            plan.target.capability,
+            1,
+            traits.by_fma / 32,
+            traits.degree,
         )[:4]
     )
 

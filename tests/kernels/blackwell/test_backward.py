@@ -208,9 +208,9 @@ def test_functions_of_scores_and_dropout_are_refused_by_name():
 
 def test_tiles_fit_the_memories():
     for width, width_v in blackwell.BACKWARD_TILE_CONFIGS:
-        form = _choice(_case("tile", width=width, head_dim_v=width_v)).backward.config.form
-        assert (form.block_d, form.block_dv) == (width, width_v)
-        assert form.shared_bytes() <= FAKES["B200"].shared_bytes and form.tensor_columns() <= TENSOR_COLUMNS
+        traits = _choice(_case("tile", width=width, head_dim_v=width_v)).backward.config.traits
+        assert (traits.block_d, traits.block_dv) == (width, width_v)
+        assert traits.shared_bytes() <= FAKES["B200"].shared_bytes and traits.tensor_columns() <= TENSOR_COLUMNS
 
 
 @pytest.mark.parametrize("heads, most, found", [(24, 10, 8), (24, 100, 24), (7, 3, 1), (8, 0, 1)])

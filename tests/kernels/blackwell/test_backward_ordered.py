@@ -55,7 +55,7 @@ def ordered(case: Case) -> Call:
 
 
 def form_of(call: Call) -> BackwardTraits:
-    return blackwell.BACKWARD.config(Problem.from_call(call), B200).form
+    return blackwell.BACKWARD.config(Problem.from_call(call), B200).traits
 
 
 def run_and_judge(judge, case: Case, schedule: tuple[str, int]) -> None:

@@ -193,7 +193,7 @@ def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
 
 
 def _form(case: Case, dtype: torch.dtype = torch.bfloat16, target=B200) -> blackwell.ForwardTraits:
-    return select(Problem.from_call(case.build("cpu", dtype, kernel="blackwell")), target).forward.config.form
+    return select(Problem.from_call(case.build("cpu", dtype, kernel="blackwell")), target).forward.config.traits
 
 
 def test_tiles_that_cost_the_same_are_taken_without_a_counter(monkeypatch):

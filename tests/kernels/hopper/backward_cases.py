@@ -223,4 +223,4 @@ CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *SPANS)}
 
 
 def _form(case: Case, target: Target = H200) -> hopper.BackwardTraits:
-    return hopper.BACKWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), target).form
+    return hopper.BACKWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), target).traits

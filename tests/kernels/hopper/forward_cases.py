@@ -265,4 +265,4 @@ CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *JOINED, *SPANS)}
 
 def _form(case: Case) -> hopper.ForwardTraits:
     problem = Problem.from_call(case.build("cpu", torch.bfloat16))
-    return hopper.FORWARD.config(problem, H200).form
+    return hopper.FORWARD.config(problem, H200).traits

@@ -264,8 +264,8 @@ def backward_dq_semaphore() -> tuple[Tensor, ...]:
 def _backward_hooks(case: Case, functions: str, kinds: str = "") -> tuple[Tensor, ...]:
     mods = backward_hooks.mods_of(functions, case, "cpu")
     call = case.build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")._replace(needs_grad=False)
-    form = kernel.BACKWARD.config(Problem.from_call(call), H200).form
-    blocks = backward_hooks.blocks_for(call, (form.block_m, form.block_n), kinds, shared=True) if kinds else None
+    traits = kernel.BACKWARD.config(Problem.from_call(call), H200).traits
+    blocks = backward_hooks.blocks_for(call, (traits.block_m, traits.block_n), kinds, shared=True) if kinds else None
     with posing(H200):
         found = backward_hooks.launched(call, mods, H200, backward_hooks.drawn(call), blocks)
     return (found.dq, found.dk, found.dv, *(() if mods.total is None else (mods.total,)))

@@ -125,7 +125,7 @@ def test_later_sums_of_dq_are_cleared_by_earlier_tiles_of_keys(name, schedule, j
     target = replace(H200, sm_count=(1, 3, 5)[n % 3])
     call = case.build("cpu", DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], seed=5, requires_grad=True, kernel="hopper")
     plan = select(Problem.from_call(call), target).backward
-    assert plan is not None and plan.config.form.dq_zeroed_ahead
+    assert plan is not None and plan.config.traits.dq_zeroed_ahead
     parts, _, section = launch_backward.parts_of_heads(plan)
     assert parts > section
     with on(target, *schedule) as run:
@@ -152,7 +152,7 @@ def test_later_sums_of_dq_are_cleared_by_earlier_tiles_of_keys(name, schedule, j
 def test_when_sums_of_dq_are_cleared_ahead(seqlen, heads, width, bounds, options, clears):
     q, k = (torch.empty(2, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
     call = Call(q, k, k, left=bounds[0], right=bounds[1], needs_grad=True, **options)
-    assert hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).form.dq_zeroed_ahead == clears
+    assert hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).traits.dq_zeroed_ahead == clears
 
 
 @pytest.mark.parametrize("name", LONG_ROWS)
@@ -214,7 +214,7 @@ def test_dq_of_the_step_before(name, schedule, deterministic, judge, monkeypatch
     case, n = CASES[name], LAGGING.index(name)
     call = case.build("cpu", DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], seed=5, requires_grad=True, kernel="hopper")
     call = call._replace(deterministic=deterministic)
-    assert hopper.BACKWARD.config(Problem.from_call(call), H200).form.dq_deferred
+    assert hopper.BACKWARD.config(Problem.from_call(call), H200).traits.dq_deferred
     with on(H200, *schedule) as run:
         judge(call, FAMILIES[n % len(FAMILIES)], 5)
     assert run.reports == [] and "backward_kernel" in run.launches
@@ -240,16 +240,18 @@ def test_dq_of_the_step_before(name, schedule, deterministic, judge, monkeypatch
 def test_when_dq_is_of_the_step_before_and_scores_begin_at_lse(batch, seqlen, heads, width, bounds, deferred, folded):
     q, k = (torch.empty(batch, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
     call = Call(q, k, k, left=bounds[0], right=bounds[1], needs_grad=True)
-    form = hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).form
-    assert (form.dq_deferred, form.lse_folded) == (deferred, folded)
+    traits = hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).traits
+    assert (traits.dq_deferred, traits.lse_folded) == (deferred, folded)
     for scale in (0.0, 1e-38, 1e38):  # by which lse cannot be divided
-        assert not hopper.BACKWARD.config(Problem.from_call(call._replace(scale=scale)), FAKES["H200"]).form.lse_folded
-    form = hopper.BACKWARD.config(Problem.from_call(call._replace(softcap=20.0)), FAKES["H200"]).form
-    assert (form.dq_deferred, form.lse_folded) == (False, False)
+        assert not hopper.BACKWARD.config(
+            Problem.from_call(call._replace(scale=scale)), FAKES["H200"]
+        ).traits.lse_folded
+    traits = hopper.BACKWARD.config(Problem.from_call(call._replace(softcap=20.0)), FAKES["H200"]).traits
+    assert (traits.dq_deferred, traits.lse_folded) == (False, False)
     if (seqlen, width) == (8192, 64):
         assert hopper.BACKWARD.config(
             Problem.from_call(call._replace(deterministic=True)), FAKES["H200"]
-        ).form.dq_deferred
+        ).traits.dq_deferred
 
 
 @pytest.mark.parametrize("scale", (1e-20, 1e-35, 3.0))
@@ -309,8 +311,8 @@ def test_dq_of_queries_that_see_one_tile_of_keys_is_written_at_once(name, option
     )
     call = case.build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")
     call = call._replace(deterministic=name.startswith("deterministic"))
-    form = hopper.BACKWARD.config(Problem.from_call(call), H200).form
-    assert form.dq_written_directly and form.dq_last_writer_converts == (call.right < 0)
+    traits = hopper.BACKWARD.config(Problem.from_call(call), H200).traits
+    assert traits.dq_written_directly and traits.dq_last_writer_converts == (call.right < 0)
     with on(H200, *SCHEDULES[0]) as run:
         judge(call, "normal", 5)
     assert run.reports == []
@@ -356,8 +358,8 @@ def test_half_the_keys_are_passed_over_where_no_query_sees_them(width, products)
 def test_when_the_first_tile_of_keys_stores(batch, seqlen, heads, width, bounds, stores):
     q, k = (torch.empty(batch, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
     problem = Problem.from_call(Call(q, k, k, left=bounds[0], right=bounds[1], needs_grad=True))
-    assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.dq_first_writer_stores == stores
-    assert hopper.BACKWARD.config(replace(problem, deterministic=True), FAKES["H200"]).form.dq_first_writer_stores
+    assert hopper.BACKWARD.config(problem, FAKES["H200"]).traits.dq_first_writer_stores == stores
+    assert hopper.BACKWARD.config(replace(problem, deterministic=True), FAKES["H200"]).traits.dq_first_writer_stores
 
 
 def run_and_judge(judge, case: Case, dtype: torch.dtype, family: str, schedule: tuple[str, int]) -> None:
@@ -367,13 +369,13 @@ def run_and_judge(judge, case: Case, dtype: torch.dtype, family: str, schedule: 
     assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + _launched(call, _form(case))
 
 
-def _launched(call: Call, form: hopper.BackwardTraits) -> list[str]:
+def _launched(call: Call, traits: hopper.BackwardTraits) -> list[str]:
     """The kernels of a backward: none makes dq of its sum where the last to add does, and no whole tile of queries is
     without keys.
     """
-    if not form.dq_last_writer_converts:
-        return BACKWARD if form.group_splits == 1 else BACKWARD_OF_SPLIT_GROUPS
-    rows, keys = min(form.tuning.block_m, call.q.shape[1]), call.k.shape[1]
+    if not traits.dq_last_writer_converts:
+        return BACKWARD if traits.group_splits == 1 else BACKWARD_OF_SPLIT_GROUPS
+    rows, keys = min(traits.tuning.block_m, call.q.shape[1]), call.k.shape[1]
     seen = call.mask.dense(call.q.shape[1], keys)[..., :rows, :].any() if keys else False
     return BACKWARD_OF_FEW_KEYS if seen else BACKWARD
 
@@ -461,7 +463,7 @@ def _gradients_of(call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def test_the_table_has_every_tiling():
-    used = {(form.block_d, form.block_dv) for form in map(_form, LARGE)}
+    used = {(traits.block_d, traits.block_dv) for traits in map(_form, LARGE)}
     assert used == set(hopper.BACKWARD_TUNINGS)
 
 

@@ -235,8 +235,8 @@ def launched(call: Call, mods: Gradients, target: Target, dout: Tensor, blocks: 
     lists = None if blocks is None else blocks.lists
     per_head = lists is not None and lists.q_num_blocks.shape[1] > 1
     listed = lists is not None, lists is not None and lists.full_q_indices is not None, per_head
-    form = backward_with_hooks(config.form, mods.score_mod, mods.mask_mod, mods.bwd, *listed)
-    config = hopper.BackwardConfig(form)
+    traits = backward_with_hooks(config.traits, mods.score_mod, mods.mask_mod, mods.bwd, *listed)
+    config = hopper.BackwardConfig(traits)
     buffers = hopper.BACKWARD.workspace(problem, config)
     plan = Plan(hopper.BACKWARD, problem, target, config, buffers).changed()
     workspace = allocate(buffers, call.q.device)
@@ -354,8 +354,8 @@ def test_lists_of_query_blocks(name):
     n = list(LISTS).index(name)
     mods = mods_of(functions, case, "cpu")
     call = case.build("cpu", DTYPES[n % 2], "normal", 5, kernel="hopper")._replace(needs_grad=False)
-    form = hopper.BACKWARD.config(Problem.from_call(call), H200).form
-    blocks = blocks_for(call, (form.block_m, form.block_n), kinds, shared)
+    traits = hopper.BACKWARD.config(Problem.from_call(call), H200).traits
+    blocks = blocks_for(call, (traits.block_m, traits.block_n), kinds, shared)
     with on(H200, *SCHEDULES[n % 3]) as run:
         tensors = launched(call, mods, H200, drawn(call), blocks)
     assert run.reports == [] and "backward_kernel" in run.launches
@@ -371,8 +371,8 @@ def test_what_has_no_lists():
     ):
         call = _case("none", 130, 260, **options).build("cpu", torch.bfloat16, kernel="hopper")
         with pytest.raises(ValueError, match=why):
-            form = hopper.BACKWARD.config(Problem.from_call(call), H200).form
-            backward_with_hooks(form, listed=True, per_head=True)
+            traits = hopper.BACKWARD.config(Problem.from_call(call), H200).traits
+            backward_with_hooks(traits, listed=True, per_head=True)
 
 
 def test_functions_change_every_gradient():
@@ -510,6 +510,6 @@ def test_lists_of_query_blocks_on_a_gpu(name):
     mods = mods_of(functions, case, "cuda")
     call = case.build("cuda", torch.float16, "normal", 5)._replace(needs_grad=False)
     target = Target.of(torch.device("cuda"))
-    form = hopper.BACKWARD.config(Problem.from_call(call), target).form
-    blocks = blocks_for(call, (form.block_m, form.block_n), kinds, shared)
+    traits = hopper.BACKWARD.config(Problem.from_call(call), target).traits
+    blocks = blocks_for(call, (traits.block_m, traits.block_n), kinds, shared)
     judged(launched(call, mods, target, drawn(call), blocks), call, mods, blocks)

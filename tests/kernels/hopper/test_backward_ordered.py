@@ -54,7 +54,7 @@ def ordered(name: str) -> Call:
 
 
 def form_of(call: Call) -> hopper.BackwardTraits:
-    return hopper.BACKWARD.config(Problem.from_call(call), H200).form
+    return hopper.BACKWARD.config(Problem.from_call(call), H200).traits
 
 
 @pytest.mark.nightly_cases("causal_more_keys-*", "dense-*", "grouped-*", "head_dims_192_128_window-*")

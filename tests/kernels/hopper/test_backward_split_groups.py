@@ -78,8 +78,8 @@ def test_groups_are_divided(name, schedule, judge):
 def test_how_many_programs_share_a_group(batch, seqlen, heads, mask, splits):
     q, k = (torch.empty(batch, seqlen, count, 128, dtype=torch.bfloat16, device="meta") for count in heads)
     problem = Problem.from_call(Call(q, k, k, right=0 if mask else -1, needs_grad=True))
-    assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.group_splits == splits
-    ordered = hopper.BACKWARD.config(replace(problem, deterministic=True, kernel="hopper"), FAKES["H200"]).form
+    assert hopper.BACKWARD.config(problem, FAKES["H200"]).traits.group_splits == splits
+    ordered = hopper.BACKWARD.config(replace(problem, deterministic=True, kernel="hopper"), FAKES["H200"]).traits
     assert ordered.deterministic and ordered.group_splits == 1, "shares would be added in no order"
 
 
@@ -93,7 +93,7 @@ def test_programs_of_a_window_that_is_no_shorter_than_the_rows_share_a_group(row
         for count, heads in ((rows, 64), (keys, 8))
     )
     problem = Problem.from_call(Call(q, k, k, left=left, right=0, needs_grad=True))
-    assert hopper.BACKWARD.config(problem, FAKES["H200"]).form.group_splits == splits
+    assert hopper.BACKWARD.config(problem, FAKES["H200"]).traits.group_splits == splits
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_programs_of_a_window_that_is_no_shorter_than_the_rows_share_a_group(row
 def test_when_dq_is_written_by_who_adds_last(seqlen, heads, width, options, finishes, collects):
     q, k = (torch.empty(32, seqlen, count, width, dtype=torch.bfloat16, device="meta") for count in heads)
     call = Call(q, k, k, **({"right": 0} | options), needs_grad=True)
-    form = hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).form
-    assert (form.dq_written_directly, form.dq_last_writer_converts) == (finishes, collects) and not (
-        form.dq_written_directly and form.dq_zeroed_ahead
+    traits = hopper.BACKWARD.config(Problem.from_call(call), FAKES["H200"]).traits
+    assert (traits.dq_written_directly, traits.dq_last_writer_converts) == (finishes, collects) and not (
+        traits.dq_written_directly and traits.dq_zeroed_ahead
     )
 
 

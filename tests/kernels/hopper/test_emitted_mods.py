@@ -78,4 +78,4 @@ def test_functions_that_load_for_each_key_have_tiles_of_64_keys():
         q = torch.zeros(1, seqlen, 2, 128, dtype=torch.bfloat16)
         with on(H200):
             config = strobe.explain(q, q, q, kernel="hopper", **options).forward.config
-        assert (config.form.block_n, config.form.has_block_lists) == (keys, seqlen == 2048)
+        assert (config.traits.block_n, config.traits.has_block_lists) == (keys, seqlen == 2048)

@@ -67,9 +67,9 @@ def test_hopper_forward(name, schedule):
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 
 
-def _is_usual_at_64(form: hopper.ForwardTraits) -> bool:
-    return (form.block_d, form.block_dv) == (64, 64) and not (
-        form.softcap or form.packed or form.mask.left or form.mask.documents
+def _is_usual_at_64(traits: hopper.ForwardTraits) -> bool:
+    return (traits.block_d, traits.block_dv) == (64, 64) and not (
+        traits.softcap or traits.packed or traits.mask.left or traits.mask.documents
     )
 
 
@@ -83,8 +83,8 @@ OF_FOUR = [name for name, case in CASES.items() if _is_usual_at_64(_form(case))]
 def test_hopper_forward_of_four_consumers(name, schedule, monkeypatch):
     """The same of fewer keys a row, though still with early weights."""
     monkeypatch.setattr(hopper, "FEW", {(64, 64): (float("inf"), hopper.PIECES[64, 64])})
-    form = _form(CASES[name])
-    assert form.tuning.consumers == 4 and form.early
+    traits = _form(CASES[name])
+    assert traits.tuning.consumers == 4 and traits.early
     n = OF_FOUR.index(name) + 2 * SCHEDULES.index(schedule)
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 
@@ -115,8 +115,8 @@ SHORT_OF_FEW = {
 @pytest.mark.nightly_cases(*(f"{name}-*" for name in OF_FEW if name not in SHORT_OF_FEW))
 @pytest.mark.parametrize("name, schedule", alternating_schedules(OF_FEW))
 def test_hopper_forward_of_few_keys(name, schedule, as_of_few_keys):
-    form = _form(CASES[name])
-    assert not form.early and (form.swap_consumers or name not in SHORT_OF_FEW)
+    traits = _form(CASES[name])
+    assert not traits.early and (traits.swap_consumers or name not in SHORT_OF_FEW)
     n = OF_FEW.index(name) + 2 * SCHEDULES.index(schedule)
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 

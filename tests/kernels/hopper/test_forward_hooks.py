@@ -178,13 +178,13 @@ def drawn_kinds(batch: int, heads: int, rows: int, keys: int, size: tuple[int, i
 
 def plan_of(case: Case, target: Target, mods: Mods, blocks: Blocks | None, early: bool | None, call: Call) -> Plan:
     problem = Problem.from_call(call)
-    form = hopper.FORWARD.config(problem, target).form
+    traits = hopper.FORWARD.config(problem, target).traits
     size, per_head = (None, False) if blocks is None else (blocks.size, blocks.lists.kv_num_blocks.shape[1] > 1)
     has_full = blocks is not None and blocks.lists.full_kv_num_blocks is not None
-    form = hopper.with_hooks(form, mods.score_mod, mods.mask_mod, size, has_full, per_head)
+    traits = hopper.with_hooks(traits, mods.score_mod, mods.mask_mod, size, has_full, per_head)
     if early is not None:
-        form = hopper.replace(form, early=early)
-    return Plan(hopper.FORWARD, problem, target, hopper.ForwardConfig(form), ()).changed()
+        traits = hopper.replace(traits, early=early)
+    return Plan(hopper.FORWARD, problem, target, hopper.ForwardConfig(traits), ()).changed()
 
 
 def launched(case: Case, call: Call, target: Target, mods: Mods, blocks: Blocks | None, early: bool | None) -> Forward:
@@ -348,37 +348,37 @@ def test_lists_of_key_blocks(name):
 
 
 def _form(case: Case) -> hopper.ForwardTraits:
-    return hopper.FORWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), H200).form
+    return hopper.FORWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), H200).traits
 
 
 def test_tiles_divide_the_blocks():
     """d64 has tiles of 256 queries by itself, and a call whose blocks are narrower than any tile is refused."""
-    form = _form(_case("d64", head_dim=64))
-    listed = hopper.with_hooks(form, block_size=(128, 128))
-    assert form.block_m == 256 and (listed.block_m, listed.counted) == (128, True)
+    traits = _form(_case("d64", head_dim=64))
+    listed = hopper.with_hooks(traits, block_size=(128, 128))
+    assert traits.block_m == 256 and (listed.block_m, listed.counted) == (128, True)
     with pytest.raises(ValueError, match="blocks of 128 queries and 32 keys"):
-        hopper.with_hooks(form, block_size=(128, 32))
+        hopper.with_hooks(traits, block_size=(128, 32))
     documents = _form(MODS["documents"][0])
     with pytest.raises(ValueError, match="documents"):
         hopper.with_hooks(documents, block_size=(128, 128))
 
 
 def test_heads_with_lists_of_their_own_are_not_packed():
-    form = _form(_case("gqa", 33, 400, heads=(4, 1)))
-    assert form.pack_gqa == 4 and hopper.with_hooks(form, block_size=(128, 128)).pack_gqa == 4
-    apart = hopper.with_hooks(form, block_size=(128, 128), per_head=True)
+    traits = _form(_case("gqa", 33, 400, heads=(4, 1)))
+    assert traits.pack_gqa == 4 and hopper.with_hooks(traits, block_size=(128, 128)).pack_gqa == 4
+    apart = hopper.with_hooks(traits, block_size=(128, 128), per_head=True)
     assert (apart.pack_gqa, apart.group) == (1, 4)
     lists = LISTS["gqa_per_head"]
     call = lists.case.build("cpu", torch.bfloat16, kernel="hopper")
     blocks = blocks_for(lists, call, "cpu")
-    packed = hopper.with_hooks(form, block_size=(128, 128), has_full=True)
+    packed = hopper.with_hooks(traits, block_size=(128, 128), has_full=True)
     with pytest.raises(KernelFault, match=r"4 heads in tiles of 4 heads"):
         launch_forward.block_list_params(blocks.lists, packed)
 
 
 def test_functions_of_one_name_are_told_apart():
     """Triton prints a function as its module and name."""
-    form = _form(_case("plain"))
+    traits = _form(_case("plain"))
 
     def made(text: str):
         name = f"<{text}>"
@@ -388,7 +388,7 @@ def test_functions_of_one_name_are_told_apart():
         exec(compile(source, name, "exec"), scope)
         return scope["mod"]
 
-    one, same, other = (str(hopper.with_hooks(form, made(text))) for text in ("score + b", "score + b", "score - b"))
+    one, same, other = (str(hopper.with_hooks(traits, made(text))) for text in ("score + b", "score + b", "score - b"))
     assert one == same != other
 
 

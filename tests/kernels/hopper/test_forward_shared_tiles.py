@@ -55,7 +55,7 @@ APART = (
 
 def test_cases_share_tiles_or_do_not_as_their_names_say():
     forms = {name: _form(case) for name, case in CASES.items() if case.heads[0] > case.heads[1]}
-    shared = {name for name, form in forms.items() if form.tuning.pack_gqa > 1}
+    shared = {name for name, traits in forms.items() if traits.tuning.pack_gqa > 1}
     assert shared == {*SHARING, *SHARING_ALSO} and forms.keys() - shared == set(APART)
     assert all(forms[name].group == 1 for name in shared) and all(forms[name].group > 1 for name in APART)
     wanted = {hopper.tiled(case.head_dim, case.head_dim_v or case.head_dim) for case in JOINED}

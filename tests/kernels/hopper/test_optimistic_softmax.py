@@ -146,7 +146,7 @@ def _built(case: Case, change, device: str, dtype: torch.dtype = torch.bfloat16)
     call = case.build(device, dtype, kernel="hopper")
     change(call)
     choice = select(Problem.from_call(call), FAKES["H200"])
-    assert choice.forward.kernel.name == "hopper.forward" and choice.forward.config.form.early
+    assert choice.forward.kernel.name == "hopper.forward" and choice.forward.config.traits.early
     return call
 
 
@@ -267,7 +267,7 @@ def test_scores_that_grow_on_a_gpu(case, change):
 
 def test_which_calls_have_early_weights(monkeypatch):
     def asked(case: Case, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return kernel.FORWARD.config(Problem.from_call(case.build("cpu", dtype)), FAKES["H200"]).form.early
+        return kernel.FORWARD.config(Problem.from_call(case.build("cpu", dtype)), FAKES["H200"]).traits.early
 
     monkeypatch.undo()
     assert asked(_case("long", 820, 820, head_dim=64, mask=CAUSAL)) and asked(_case("dense", 8, 410, head_dim=128))
@@ -281,7 +281,7 @@ def test_which_calls_have_early_weights(monkeypatch):
 def test_tiles_of_few_keys(monkeypatch):
     def tiles(keys: int, width: int, mask: Callable | None = CAUSAL) -> tuple[int, int]:
         call = _case("", keys, keys, heads=(1, 1), head_dim=width, mask=mask).build("cpu", torch.bfloat16)
-        tuning = kernel.FORWARD.config(Problem.from_call(call), FAKES["H200"]).form.tuning
+        tuning = kernel.FORWARD.config(Problem.from_call(call), FAKES["H200"]).traits.tuning
         return tuning.block_m, tuning.block_n
 
     monkeypatch.undo()

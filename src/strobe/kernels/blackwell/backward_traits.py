@@ -122,15 +122,15 @@ class BackwardTraits(Constants, TileConstants):
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    form: BackwardTraits
+    traits: BackwardTraits
 
     def __str__(self) -> str:
-        form, t = self.form, self.form.tuning
+        traits, t = self.traits, self.traits.tuning
         registers = ", ".join(f"{role} {count}" for role, count in t.registers_of().items())
-        order = ", serial products" if form.serial else ""
-        adds = "vector atomics in order" if form.deterministic else "vector atomics"
+        order = ", serial products" if traits.serial else ""
+        adds = "vector atomics in order" if traits.deterministic else "vector atomics"
         return (
-            f"block_m={form.block_m} block_n={form.block_n} stages={t.q_stages}/{t.do_stages} one CTA{order}, dq added "
-            f"by {adds}, shared {form.shared_bytes() / KIB:.0f} KiB, {form.tensor_columns()} columns of tensor "
+            f"block_m={traits.block_m} block_n={traits.block_n} stages={t.q_stages}/{t.do_stages} one CTA{order}, dq "
+            f"added by {adds}, shared {traits.shared_bytes() / KIB:.0f} KiB, {traits.tensor_columns()} columns of tensor "
             f"memory, registers {registers}; has not run on a Blackwell GPU"
         )

@@ -179,13 +179,13 @@ class BlackwellBackward:
         """LSE and -delta of each row in whole tiles, and dQ's float32 sum. Deterministic: a semaphore for each tile of
         dQ, and the counter of programs. preprocess_kernel zeroes all but the first.
         """
-        form = config.form
-        tiles = (entries(problem), problem.heads_q, query_tiles(problem, form.block_m))
+        traits = config.traits
+        tiles = (entries(problem), problem.heads_q, query_tiles(problem, traits.block_m))
         buffers = [
-            Buffer("rows", (2, *tiles, form.block_m), torch.float32),
-            Buffer("dq_sum", (*tiles, form.block_m * form.block_d), torch.float32),
+            Buffer("rows", (2, *tiles, traits.block_m), torch.float32),
+            Buffer("dq_sum", (*tiles, traits.block_m * traits.block_d), torch.float32),
         ]
-        if form.deterministic:
+        if traits.deterministic:
             buffers += [Buffer("dq_semaphores", tiles, torch.int32), Buffer("counter", (1,), torch.int32)]
         return tuple(buffers)
 

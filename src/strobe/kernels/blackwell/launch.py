@@ -15,26 +15,26 @@ from .traits import REGISTERS, ROWS
 
 
 def run_forward(plan: Plan, call: Call, tensors: Forward) -> None:
-    form = plan.config.form
-    persistent_launch.run(plan, call, tensors, forward_launch, form.tuning.pack_gqa > 1)
+    traits = plan.config.traits
+    persistent_launch.run(plan, call, tensors, forward_launch, traits.tuning.pack_gqa > 1)
 
 
 def forward_launch(plan: Plan, call: Call, out: Tensor, rest: LaunchTensors) -> Launch:
-    form = plan.config.form
+    traits = plan.config.traits
     num_tiles, sizes, limits, softmax = work_of(plan, call)
     launch = LaunchParams(num_tiles, ShapeParams(*sizes), WindowParams(*limits), SoftmaxParams(*softmax))
     cu_seqlens_q, cu_seqlens_k = rest.ranges
     pointers = Pointers(rest.lse, rest.sinks, cu_seqlens_q, cu_seqlens_k, None, rest.errors, rest.tile_counter)
-    queries = describing(form.tuning)
+    queries = describing(traits.tuning)
     tiles = (
-        (queries, call.q, ROWS, form.block_d, form.tail_d),
-        (descriptor, call.k, form.tuning.block_n, form.block_d, form.tail_d),
-        (descriptor, call.v, form.tuning.block_n, form.block_dv, form.tail_dv),
-        (queries, out, ROWS, form.block_dv, form.tail_dv),
+        (queries, call.q, ROWS, traits.block_d, traits.tail_d),
+        (descriptor, call.k, traits.tuning.block_n, traits.block_d, traits.tail_d),
+        (descriptor, call.v, traits.tuning.block_n, traits.block_dv, traits.tail_dv),
+        (queries, out, ROWS, traits.block_dv, traits.tail_dv),
     )
     first = (view(tensor, rows, width - tail) for view, tensor, rows, width, tail in tiles)
     last = (view(tensor, rows, tail) if tail else None for view, tensor, rows, _, tail in tiles)
-    arguments = (*first, *last, pointers, launch, form)
+    arguments = (*first, *last, pointers, launch, traits)
     return Launch(
         forward.forward_kernel, min(plan.target.sm_count, num_tiles), arguments, {"num_warps": 4, "maxnreg": REGISTERS}
     )

@@ -79,7 +79,7 @@ class Views(NamedTuple):
 def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor]) -> None:
     stats, dq_sum = workspace["rows"], workspace["dq_sum"]
     in_order = workspace.get("dq_semaphores"), workspace.get("counter")
-    key_ranges = plan.config.form.key_ranges
+    key_ranges = plan.config.traits.key_ranges
     dk, dv = writable(t.dk, key_ranges), writable(t.dv, key_ranges)
     dout = operand(t.dout, call, key_ranges)
     rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, *in_order, call.cu_seqlens_q)
@@ -134,7 +134,7 @@ def rows_apart(tensor: Tensor) -> int | None:
 
 def row_shape(plan: Plan) -> RowShape:
     problem = plan.problem
-    num_m_blocks = query_tiles(problem, plan.config.form.block_m)
+    num_m_blocks = query_tiles(problem, plan.config.traits.block_m)
     return RowShape(problem.heads_q, tokens(plan)[0], problem.layout.batch, num_m_blocks)
 
 
@@ -150,43 +150,43 @@ def tiles_of_rows(plan: Plan) -> int:
 
 
 def counted(plan: Plan, programs: int) -> int:
-    if programs * plan.config.form.block_m * 2 >= MOST_TILES:
+    if programs * plan.config.traits.block_m * 2 >= MOST_TILES:
         raise KernelFault(f"{plan.kernel.name}: {programs} tiles are more than a launch can count; split the batch")
     return programs
 
 
 def preprocess_launch(plan: Plan, tensors: RowTensors) -> Launch:
     strides = RowStrides(*(Strides(*strides_of(t, plan.problem)) for t in (tensors.dout, tensors.out)))
-    arguments = (tensors, strides, row_shape(plan), plan.config.form)
+    arguments = (tensors, strides, row_shape(plan), plan.config.traits)
     return Launch(preprocess_kernel, tiles_of_rows(plan), arguments, {"num_warps": 8})
 
 
 def postprocess_launch(plan: Plan, sums: tuple[Any, ...]) -> Launch:
     """sums: dQ's sum, dQ and cu_seqlens_q."""
     strides = Strides(*strides_of(sums[1], plan.problem))
-    arguments = (*sums, strides, row_shape(plan), plan.problem.scale, plan.config.form)
+    arguments = (*sums, strides, row_shape(plan), plan.problem.scale, plan.config.traits)
     return Launch(postprocess_kernel, tiles_of_rows(plan), arguments, {"num_warps": 8})
 
 
 def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers) -> Launch:
-    problem, form = plan.problem, plan.config.form
+    problem, traits = plan.problem, plan.config.traits
     seqlen_q, seqlen_k = tokens(plan)
     strides: tuple[int, ...] = ()
-    if form.key_ranges:  # the first entry represents all
+    if traits.key_ranges:  # the first entry represents all
         names = ("q", "dout", "k", "v", "dk", "dv")
         strides = tuple(rows_apart(getattr(views, name)) or 0 for name in names)
         views = views._replace(**{name: getattr(views, name)[0] for name in names})
-    num_n_blocks = -(-seqlen_k // form.block_n)
+    num_n_blocks = -(-seqlen_k // traits.block_n)
     if problem.packed:
-        num_n_blocks = seqlen_k // form.block_n + problem.layout.batch + 2  # device.seqlen.find_sequence
+        num_n_blocks = seqlen_k // traits.block_n + problem.layout.batch + 2  # device.seqlen.find_sequence
     heads_kv = entries(problem) * problem.heads_kv
-    a_head = form.group * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.block_d)
+    a_head = traits.group * seqlen_q * (2 * (traits.block_d + traits.block_dv) + 4 * traits.block_d)
     blocks = (row_shape(plan).num_m_blocks, num_n_blocks, section(heads_kv, L2_BYTES // max(1, a_head)))
     shape = ShapeParams(problem.layout.batch, problem.heads_q, seqlen_q, seqlen_k, *blocks, *strides)
     softmax = SoftmaxParams(*softmax_parameters(problem), problem.scale)
     launch = LaunchParams(shape, WindowParams(call.left, call.right), softmax)
     programs = counted(plan, heads_kv * num_n_blocks)
-    arguments = (*descriptors(views, form), pointers, launch, form)
+    arguments = (*descriptors(views, traits), pointers, launch, traits)
     return Launch(backward.backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": REGISTERS})
 
 
@@ -199,10 +199,10 @@ def section(heads: int, most: int) -> int:
     return next(n for n in range(max(1, min(heads, most)), 0, -1) if heads % n == 0)
 
 
-def descriptors(views: Views, form: Any) -> tuple[TensorDescriptor | None, ...]:
+def descriptors(views: Views, traits: Any) -> tuple[TensorDescriptor | None, ...]:
     """As `backward_kernel` takes them: tiles of the main columns, then of the tail columns or None."""
-    m, n = form.block_m, form.block_n
-    d, dv = (form.main_d, form.tail_d), (form.main_dv, form.tail_dv)
+    m, n = traits.block_m, traits.block_n
+    d, dv = (traits.main_d, traits.tail_d), (traits.main_dv, traits.tail_dv)
     tiles = (
         (views.q, m, d),
         (views.k, n, d),

@@ -132,20 +132,20 @@ class ForwardTraits(Constants, ForwardTileConstants):
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    form: ForwardTraits
+    traits: ForwardTraits
 
     def __str__(self) -> str:
-        t = self.form.tuning
+        t = self.traits.tuning
         registers = ", ".join(f"{role} {count}" for role, count in t.registers_of().items())
         by_fma = (
-            f", {self.form.by_fma} of 32 exponentials by multiply-adds of degree {self.form.degree}"
-            if self.form.by_fma
+            f", {self.traits.by_fma} of 32 exponentials by multiply-adds of degree {self.traits.degree}"
+            if self.traits.by_fma
             else ""
         )
-        order = "tiles from a counter" if self.form.counted else "tiles in turn"
+        order = "tiles from a counter" if self.traits.counted else "tiles in turn"
         heads = f" of {t.pack_gqa} heads" if t.pack_gqa > 1 else ""
         return (
             f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages}, {order}, shared "
-            f"{self.form.shared_bytes() / KIB:.0f} KiB, {self.form.tensor_columns()} columns of tensor memory{by_fma}, "
-            f"registers {registers}; has not run on a Blackwell GPU"
+            f"{self.traits.shared_bytes() / KIB:.0f} KiB, {self.traits.tensor_columns()} columns of tensor "
+            f"memory{by_fma}, registers {registers}; has not run on a Blackwell GPU"
         )

@@ -83,13 +83,13 @@ def run(
     numbers, which are part of the launch's key. keep: makes the replay of a launch that also reads what the addresses
     of the call do not say.
     """
-    form: Any = plan.config.form
+    traits: Any = plan.config.traits
     out = addressable(tensors.out, pack_gqa)
-    word = error_flags.word(call.q.device) if form.packed or call.key_lengths is not None else None
+    word = error_flags.word(call.q.device) if traits.packed or call.key_lengths is not None else None
     ranges: tuple = (call.cu_seqlens_q, call.cu_seqlens_k)
     if has_spans(plan.problem.mask):
         ranges = (call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
-    counter = zeros_on(call.q.device, 1) if form.counted else None
+    counter = zeros_on(call.q.device, 1) if traits.counted else None
     rest = LaunchTensors(tensors.lse, call.sinks, ranges, word, counter)
     key: tuple = (call.left, call.right, out.stride())
     addressed = (call.q, call.k, call.v, out, tensors.lse, call.sinks, *ranges, word, counter)
@@ -100,29 +100,29 @@ def run(
     if out is not tensors.out:
         tensors.out.copy_(out)
     elif launch is not None and out.is_contiguous():
-        launch = launch.on_this_stream() if form.counted else launch
+        launch = launch.on_this_stream() if traits.counted else launch
         CACHE.insert_launch(plan, forward_addresses(call, *tensors), launch if keep is None else keep(launch))
 
 
 def work_of(plan: Plan, call: Call) -> tuple:
     """(number of tiles, fields of ShapeParams, of WindowParams, of SoftmaxParams) of a launch."""
-    form: Any = plan.config.form
+    traits: Any = plan.config.traits
     problem = plan.problem
     layout: Any = problem.layout
-    tuning, heads = form.tuning, problem.heads_kv * form.group  # a tile may hold all heads of a group
+    tuning, heads = traits.tuning, problem.heads_kv * traits.group  # a tile may hold all heads of a group
     tiles_m = query_tiles(problem, tuning.block_m)
     section = batch_heads = layout.batch * heads
-    if form.packed:
+    if traits.packed:
         lengths, whole = layout.tokens, heads * tiles_m
     else:
         lengths = layout[1:]
-        short = SHORT_QUERIES * (2 if (form.block_d, form.block_dv, form.group) == (128, 128, 1) else 1)
+        short = SHORT_QUERIES * (2 if (traits.block_d, traits.block_dv, traits.group) == (128, 128, 1) else 1)
         uneven = (problem.mask.right or problem.mask.prefix) and not problem.mask.left
         if uneven and lengths[0] <= short and batch_heads * tiles_m > plan.target.sm_count:
-            a_head = layout.seqlen_k * (form.block_d + form.block_dv) * call.k.element_size()
-            few = keys_a_row(problem) < FEW_KEYS and form.block_d < 256
+            a_head = layout.seqlen_k * (traits.block_d + traits.block_dv) * call.k.element_size()
+            few = keys_a_row(problem) < FEW_KEYS and traits.block_d < 256
             stays = L2_BYTES_OF_FEW if few else L2_BYTES
-            section = even_section(batch_heads // form.group, stays // max(1, a_head)) * form.group
+            section = even_section(batch_heads // traits.group, stays // max(1, a_head)) * traits.group
         whole = -(-batch_heads // section) * section * tiles_m  # the last section may hold tiles that are none
     if whole >= MOST_TILES:
         raise KernelFault(

@@ -10,7 +10,7 @@ from .traits import BackwardTraits
 
 
 def backward_with_hooks(
-    form: BackwardTraits,
+    traits: BackwardTraits,
     score_mod: Any = None,
     mask_mod: Any = None,
     score_mod_bwd: Any = None,
@@ -27,26 +27,26 @@ def backward_with_hooks(
     a gradient. The accumulator of S cannot begin at -LSE where score_mod changes what S is worth.
     """
     hooks = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
-    form = replace(form, lse_folded=form.lse_folded and score_mod is None, **hooks)
+    traits = replace(traits, lse_folded=traits.lse_folded and score_mod is None, **hooks)
     if listed:
-        if reason := against_lists(form, per_head):
+        if reason := against_lists(traits, per_head):
             raise ValueError(f"block lists of the Hopper backward: {reason}")
-        form = replace(
-            form,
-            block_lists=ListedBlocks(form.block_m, form.block_n, has_full),
-            group_splits=form.group if per_head else form.group_splits,
+        traits = replace(
+            traits,
+            block_lists=ListedBlocks(traits.block_m, traits.block_n, has_full),
+            group_splits=traits.group if per_head else traits.group_splits,
             dq_first_writer_stores=False,  # these count on tiles of keys that come in order
             dq_written_directly=False,
         )
-    return form
+    return traits
 
 
-def against_lists(form: BackwardTraits, per_head: bool) -> str | None:
+def against_lists(traits: BackwardTraits, per_head: bool) -> str | None:
     """Why a backward visits no lists of blocks, or None."""
-    if form.packed or form.key_ranges:
+    if traits.packed or traits.key_ranges:
         return "packed sequences, documents, prefixes and key lengths have none"
-    if form.deterministic:
+    if traits.deterministic:
         return "deterministic gradients count on tiles of keys in order"
-    if per_head and form.group > 1 and form.block_d != form.block_dv:
-        return f"heads of {form.block_d}/{form.block_dv} columns that share a key head have one list"
+    if per_head and traits.group > 1 and traits.block_d != traits.block_dv:
+        return f"heads of {traits.block_d}/{traits.block_dv} columns that share a key head have one list"
     return None

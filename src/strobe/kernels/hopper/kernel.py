@@ -47,17 +47,17 @@ MOST_WIDTH = 256
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    form: ForwardTraits
+    traits: ForwardTraits
 
     def __str__(self) -> str:
-        t = self.form.tuning
+        t = self.traits.tuning
         where = "registers" if t.q_in_registers else "shared memory"
         heads = f" of {t.pack_gqa} heads" if t.pack_gqa > 1 else ""
-        early = ", early weights" if self.form.early else ""
+        early = ", early weights" if self.traits.early else ""
         return (
             f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages} q in {where}{early}, "
-            f"{'block lists, ' * self.form.has_block_lists}"
-            f"shared {self.form.shared_bytes() / KIB:.0f} KiB"
+            f"{'block lists, ' * self.traits.has_block_lists}"
+            f"shared {self.traits.shared_bytes() / KIB:.0f} KiB"
         )
 
 
@@ -135,21 +135,21 @@ LISTED = {
 }
 
 
-def with_64_keys(form: ForwardTraits) -> ForwardTraits:
+def with_64_keys(traits: ForwardTraits) -> ForwardTraits:
     """Traits of tiles of 64 keys, for functions that load values for each key, which take registers.
 
     Bytes spilled in tiles of 128 and of 64 keys (d128): documents 548, 0; those of strobe.testing.mods 968, 328;
     mla_rope 1,872, 212. With block lists, which skip mask_mod in full blocks: documents 0, 0; 704, 40.
     """
-    tuning = CAPPED.get((form.block_d, form.block_dv), form.tuning)
-    return replace(form, tuning=replace(tuning, pack_gqa=form.tuning.pack_gqa))
+    tuning = CAPPED.get((traits.block_d, traits.block_dv), traits.tuning)
+    return replace(traits, tuning=replace(tuning, pack_gqa=traits.tuning.pack_gqa))
 
 
 LISTED_BLOCK = (128, 128)  # queries and keys of the forward's listed blocks
 
 
 def with_hooks(
-    form: ForwardTraits,
+    traits: ForwardTraits,
     score_mod: Any = None,
     mask_mod: Any = None,
     block_size: tuple[int, int] | None = None,
@@ -163,24 +163,24 @@ def with_hooks(
     Raises ValueError if no tile divides the blocks.
     """
     if block_size is None:
-        early = form.early and mask_mod is None
-        return replace(form, early=early, score_mod=score_mod, mask_mod=mask_mod)
+        early = traits.early and mask_mod is None
+        return replace(traits, early=early, score_mod=score_mod, mask_mod=mask_mod)
     lists = ListedBlocks(*block_size, has_full)
-    pack_gqa = 1 if per_head else form.tuning.pack_gqa
+    pack_gqa = 1 if per_head else traits.tuning.pack_gqa
     candidates = [
         replace(tuning, block_n=block_n, pack_gqa=packed)
         for packed in dict.fromkeys((pack_gqa, 1))
-        for tuning in (form.tuning, LISTED[form.block_d, form.block_dv])
+        for tuning in (traits.tuning, LISTED[traits.block_d, traits.block_dv])
         for block_n in (tuning.block_n, 64)
     ]
     tuning = next((t for t in candidates if not (block_size[0] % t.block_m or block_size[1] % t.block_n)), None)
-    if tuning is None or form.mask.documents:
-        why = "documents" if form.mask.documents else f"blocks of {block_size[0]} queries and {block_size[1]} keys"
+    if tuning is None or traits.mask.documents:
+        why = "documents" if traits.mask.documents else f"blocks of {block_size[0]} queries and {block_size[1]} keys"
         raise ValueError(f"block lists of the Hopper forward: {why} are not supported")
-    group = form.group * form.tuning.pack_gqa // tuning.pack_gqa
-    even = form.even if tuning.block_n <= form.block_n else False
+    group = traits.group * traits.tuning.pack_gqa // tuning.pack_gqa
+    even = traits.even if tuning.block_n <= traits.block_n else False
     return replace(
-        form,
+        traits,
         tuning=tuning,
         group=group,
         even=even,
@@ -205,14 +205,14 @@ class HopperForward:
         if problem.batch_invariant:
             return invariant_config(problem)
         widths = tiled(problem.head_dim, problem.head_dim_v)
-        form = forward_traits(problem, target, tuning_of(problem), widths, early(problem))
+        traits = forward_traits(problem, target, tuning_of(problem), widths, early(problem))
         if problem.mods is not None:
             functions, lists = mod_functions(problem.mods), mask_blocks.sizes_of(problem)
             size, per_head = (None, False) if lists is None else (LISTED_BLOCK, lists.heads > 1)
             if loads_by_key(problem.mods) > (0 if lists is None else 1):
-                form = with_64_keys(form)
-            form = with_hooks(form, functions.score_mod, functions.mask_mod, size, lists is not None, per_head)
-        return ForwardConfig(form)
+                traits = with_64_keys(traits)
+            traits = with_hooks(traits, functions.score_mod, functions.mask_mod, size, lists is not None, per_head)
+        return ForwardConfig(traits)
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)
@@ -231,7 +231,7 @@ class HopperForward:
             hooks = None
             if call.mods is not None:
                 hooks = ForwardHooks(*mod_aux(plan.problem, call)[:2])
-                if plan.config.form.has_block_lists:
+                if plan.config.traits.has_block_lists:
                     lists = mask_blocks.forward_lists(plan.problem, call, LISTED_BLOCK)
                     hooks = hooks._replace(block_lists=BlockLists(*lists))
             run_forward(plan, call, tensors, hooks)
@@ -245,21 +245,21 @@ FORWARD = HopperForward()
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    form: BackwardTraits
+    traits: BackwardTraits
 
     def __str__(self) -> str:
-        t = self.form.tuning
+        t = self.traits.tuning
         return (
             f"block_m={t.block_m} block_n={t.block_n} stages={t.stages}/{t.stages_do} dq added by "
-            f"TMA{' in order' * self.form.deterministic}, "
-            f"{f'group of {self.form.group} in {self.form.group_splits}, ' * (self.form.group_splits > 1)}"
-            f"{'block lists, ' * self.form.has_block_lists}"
-            f"shared {self.form.shared_bytes() / KIB:.0f} KiB"
+            f"TMA{' in order' * self.traits.deterministic}, "
+            f"{f'group of {self.traits.group} in {self.traits.group_splits}, ' * (self.traits.group_splits > 1)}"
+            f"{'block lists, ' * self.traits.has_block_lists}"
+            f"shared {self.traits.shared_bytes() / KIB:.0f} KiB"
         )
 
 
 # (padded head dimensions) -> tiles of the backward: those that fit without spills, then the fastest on an H200. A third
-# stage leaves no shared memory for per-thread mbarriers (form.ds_per_thread_arrive).
+# stage leaves no shared memory for per-thread mbarriers (traits.ds_per_thread_arrive).
 # speed of two stages with per-thread mbarriers relative to three without (H200):
 #   d128   dense: 1.002x to 1.008x at 4k to 16k, 0.995x at 512
 #   d96    causal: 1.008x at 512, 1.02x to 1.03x at 1k to 4k, 1.003x at 8k
@@ -338,20 +338,20 @@ class HopperBackward:
             defers,
             folds,
         )
-        form = BackwardTraits(tuning, *widths, *head_dims, *constants)
+        traits = BackwardTraits(tuning, *widths, *head_dims, *constants)
         added = {
-            "dq_zeroed_ahead": _dq_zeroed_ahead(problem, form),
-            "dq_written_directly": _dq_written_directly(problem, form),
-            "reversed_sections": _last_sections(problem, form),
+            "dq_zeroed_ahead": _dq_zeroed_ahead(problem, traits),
+            "dq_written_directly": _dq_written_directly(problem, traits),
+            "reversed_sections": _last_sections(problem, traits),
         }
-        config = BackwardConfig(replace(form, **added))
+        config = BackwardConfig(replace(traits, **added))
         if problem.mods is not None:
             functions = mod_functions(problem.mods, not problem.mask.documents)[:3]
             lists = mask_blocks.sizes_of(problem)
             per_head = lists is not None and lists.heads > 1
-            listed = lists is not None and against_lists(config.form, per_head) is None
-            form = backward_with_hooks(config.form, *functions, listed, has_full=listed, per_head=per_head)
-            config = BackwardConfig(form)
+            listed = lists is not None and against_lists(config.traits, per_head) is None
+            traits = backward_with_hooks(config.traits, *functions, listed, has_full=listed, per_head=per_head)
+            config = BackwardConfig(traits)
         return config
 
     def cost(self, problem: Problem) -> Cost:
@@ -363,20 +363,22 @@ class HopperBackward:
 
         The first kernel zeroes the counter, the semaphores and, if dq is zeroed ahead, the first part of its sum.
         """
-        form = config.form
+        traits = config.traits
         heads = (problem.heads_q,) if problem.packed else (problem.layout.batch, problem.heads_q)
-        tiles = query_tiles(problem, form.tuning.block_m)
-        rows = Buffer("rows", (2, *heads, tiles * form.tuning.block_m), torch.float32)
-        dq_sum = Buffer("dq_sum", (*heads, tiles, form.tuning.block_m * form.block_d), torch.float32)
+        tiles = query_tiles(problem, traits.tuning.block_m)
+        rows = Buffer("rows", (2, *heads, tiles * traits.tuning.block_m), torch.float32)
+        dq_sum = Buffer("dq_sum", (*heads, tiles, traits.tuning.block_m * traits.block_d), torch.float32)
         buffers = [rows, dq_sum, Buffer("counter", (1,), torch.int32)]
-        if form.dq_first_writer_stores or form.dq_written_directly:
+        if traits.dq_first_writer_stores or traits.dq_written_directly:
             buffers.append(Buffer("dq_semaphores", (*heads, tiles), torch.int32))
-        elif form.dq_zeroed_ahead:
-            buffers.append(Buffer("dq_semaphores", (heads[0], problem.heads_q // form.heads_per_program), torch.int32))
-        if form.group_splits > 1:
+        elif traits.dq_zeroed_ahead:
+            buffers.append(
+                Buffer("dq_semaphores", (heads[0], problem.heads_q // traits.heads_per_program), torch.int32)
+            )
+        if traits.group_splits > 1:
             layout = problem.layout
             keys = layout.seqlen_k if isinstance(layout, Dense) else layout.tokens[1]
-            widths = {"dk_sum": form.dk_width, "dv_sum": form.dv_width}
+            widths = {"dk_sum": traits.dk_width, "dv_sum": traits.dv_width}
             buffers += [
                 Buffer(name, (*heads[:-1], problem.heads_kv, keys, width), torch.float32, 0.0)
                 for name, width in widths.items()
@@ -386,11 +388,11 @@ class HopperBackward:
     def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
         from .launch_backward import BackwardHooks, QueryBlockLists, run_backward
 
-        hooks, form = None, plan.config.form
+        hooks, traits = None, plan.config.traits
         if call.mods is not None:
             hooks = BackwardHooks(*mod_aux(plan.problem, call))
-            if form.has_block_lists:
-                lists = mask_blocks.backward_lists(plan.problem, call, (form.block_m, form.block_n))
+            if traits.has_block_lists:
+                lists = mask_blocks.backward_lists(plan.problem, call, (traits.block_m, traits.block_n))
                 hooks = hooks._replace(block_lists=QueryBlockLists(*lists))
         run_backward(plan, call, tensors, workspace, hooks)
 
@@ -433,7 +435,7 @@ def _one_tile(problem: Problem, tuning: BackwardTileConfig) -> bool:
 CLEARED_KEYS = 600  # keys per row on average, from which a key tile has time to zero its part
 
 
-def _dq_zeroed_ahead(problem: Problem, form: BackwardTraits) -> bool:
+def _dq_zeroed_ahead(problem: Problem, traits: BackwardTraits) -> bool:
     """Whether programs zero dq's sum ahead of use, instead of an earlier kernel.
 
     Not if consumers split the products, where adds to dq limit memory anyway (d192 1.003x, d256 1.000x). Not if steps
@@ -444,9 +446,9 @@ def _dq_zeroed_ahead(problem: Problem, form: BackwardTraits) -> bool:
             GQA 64/8 causal   0.95x at 512, 0.965x at 1k, 1.02x at 2k
     """
     suits = (
-        form.split_by_keys
-        and form.rematerializes
-        and not (form.dq_first_writer_stores or form.packed or form.key_ranges)
+        traits.split_by_keys
+        and traits.rematerializes
+        and not (traits.dq_first_writer_stores or traits.packed or traits.key_ranges)
     )
     return suits and keys_a_row(problem) >= CLEARED_KEYS
 
@@ -455,39 +457,39 @@ def _dq_zeroed_ahead(problem: Problem, form: BackwardTraits) -> bool:
 FINISHED_KEYS = {(64, 64): 400, (128, 128): 600}
 
 
-def _dq_written_directly(problem: Problem, form: BackwardTraits) -> bool:
+def _dq_written_directly(problem: Problem, traits: BackwardTraits) -> bool:
     """Whether dq of queries that see only the first key tile is written directly instead of summed in memory.
 
-    Steps that compute the previous step's dq (form.dq_deferred) have no registers for it.
+    Steps that compute the previous step's dq (traits.dq_deferred) have no registers for it.
 
         speed relative to summing all of dq (H200):
             d128 causal   1.47x at 128, 1.12x at 256, 1.07x at 512, 1.03x at 1k
             d64 causal    1.10x at 256, 1.03x at 512, 1.00x at 1k
     """
-    may = problem.mask.right or problem.packed or _one_tile(problem, form.tuning)
+    may = problem.mask.right or problem.packed or _one_tile(problem, traits.tuning)
     suits = (
-        form.split_by_keys
-        and form.dq.part_columns(0) == ROWS
-        and not (form.key_ranges or form.dq_deferred or form.mask.left)
+        traits.split_by_keys
+        and traits.dq.part_columns(0) == ROWS
+        and not (traits.key_ranges or traits.dq_deferred or traits.mask.left)
     )
     return (
         may
         and suits
-        and not _dq_zeroed_ahead(problem, form)
-        and keys_a_row(problem) < FINISHED_KEYS.get((form.block_d, form.block_dv), 0)
+        and not _dq_zeroed_ahead(problem, traits)
+        and keys_a_row(problem) < FINISHED_KEYS.get((traits.block_d, traits.block_dv), 0)
     )
 
 
-def _last_sections(problem: Problem, form: BackwardTraits) -> int:
+def _last_sections(problem: Problem, traits: BackwardTraits) -> int:
     """Sections of causal heads in which dq is added from the first keys to the last, in deterministic backwards.
 
     Two for grouped heads: GQA 64/8 causal 8k is 1.20x as fast as with none (1.10x with one section), 16k 1.105x
     (1.125x) (H200). None with batch_invariant, where a head's gradients must not depend on the number of heads.
     """
     causal = problem.mask.right and not problem.mask.left and not problem.packed
-    if not (form.deterministic and causal) or problem.batch_invariant:
+    if not (traits.deterministic and causal) or problem.batch_invariant:
         return 0
-    return 2 if form.heads_per_program > 1 else 1
+    return 2 if traits.heads_per_program > 1 else 1
 
 
 def _defers_dq(
@@ -502,7 +504,7 @@ def _defers_dq(
 
 
 def _folds_lse(problem: Problem, widths: tuple[int, int]) -> bool:
-    """Whether the score accumulator starts at -lse even without form.dq_deferred."""
+    """Whether the score accumulator starts at -lse even without traits.dq_deferred."""
     return widths == (128, 128) and problem.mask.right
 
 

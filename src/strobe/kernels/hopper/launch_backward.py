@@ -236,9 +236,9 @@ def run_backward(
     plan: Plan, call: Call, t: Backward, workspace: dict[str, Tensor], hooks: BackwardHooks | None = None
 ) -> None:
     """Launch the backward. `hooks` has what the functions of the plan's traits read."""
-    form = plan.config.form
+    traits = plan.config.traits
     lists = None if hooks is None else hooks.block_lists
-    if (form.has_block_lists, form.has_full_blocks) != (
+    if (traits.has_block_lists, traits.has_full_blocks) != (
         lists is not None,
         bool(lists and lists.full_q_indices is not None),
     ):
@@ -246,14 +246,14 @@ def run_backward(
     stats, dq_sum, counter = workspace["rows"], workspace["dq_sum"], workspace["counter"]
     semaphores = workspace.get("dq_semaphores")
     sums = {name: workspace[f"{name}_sum"].transpose(-3, -2) for name in ("dk", "dv") if f"{name}_sum" in workspace}
-    dk, dv = sums.get("dk", writable(t.dk, form.key_ranges)), sums.get("dv", writable(t.dv, form.key_ranges))
-    dq = addressable(t.dq) if form.dq_written_directly else t.dq
-    dout = operand(t.dout, call, form.key_ranges)
+    dk, dv = sums.get("dk", writable(t.dk, traits.key_ranges)), sums.get("dv", writable(t.dv, traits.key_ranges))
+    dq = addressable(t.dq) if traits.dq_written_directly else t.dq
+    dout = operand(t.dout, call, traits.key_ranges)
     rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, call.cu_seqlens_q, semaphores, counter)
     key = ("rows", dout.stride(), t.out.stride(), t.dlse is None)
     launched = [launcher.start(plan, key, rows, lambda: rows_launch(plan, rows))]
     views = Views(call.q, call.k, call.v, dout, stats, dk, dv, dq, dq_sum)
-    pointers = main_pointers(call, form.key_ranges, dq_sum, semaphores, counter)
+    pointers = main_pointers(call, traits.key_ranges, dq_sum, semaphores, counter)
     moved = (*views, *(tensor for tensor in pointers[1:-1]), *(pointers.ranges or ()))
     key = (call.left, call.right, dout.stride(), dk.stride(), dv.stride(), dq.stride())
     if hooks is not None:
@@ -301,37 +301,37 @@ def main_pointers(call: Call, key_ranges: bool, dq_sum: Tensor, semaphores: Tens
 
 
 def rows_launch(plan: Plan, tensors: RowTensors) -> Launch:
-    problem, form = plan.problem, plan.config.form
+    problem, traits = plan.problem, plan.config.traits
     strides = RowStrides(*(Strides(*strides_of(t, problem)) for t in (tensors.dout, tensors.out)))
-    unit = -1.0 / softmax_parameters(problem)[0] if form.lse_folded else 1.0
+    unit = -1.0 / softmax_parameters(problem)[0] if traits.lse_folded else 1.0
     _, num_n_blocks, section = parts_of_heads(plan)
     # 0 otherwise, so that kernels are not compiled per length
-    zeroed = ZeroedParts(section, num_n_blocks) if form.dq_zeroed_ahead else ZeroedParts(0, 0)
-    arguments = (tensors, strides, row_shape(plan), zeroed, unit, form)
+    zeroed = ZeroedParts(section, num_n_blocks) if traits.dq_zeroed_ahead else ZeroedParts(0, 0)
+    arguments = (tensors, strides, row_shape(plan), zeroed, unit, traits)
     return Launch(rows_kernel, tiles_of_rows(plan), arguments, {"num_warps": 4})
 
 
 def makes_dq(plan: Plan) -> bool:
-    """Whether the main kernel computes all of dq: with form.dq_last_writer_converts, if each query tile has one that
+    """Whether the main kernel computes all of dq: with traits.dq_last_writer_converts, if each query tile has one that
     sees a key.
     """
-    problem, form = plan.problem, plan.config.form
-    if not form.dq_last_writer_converts:
+    problem, traits = plan.problem, plan.config.traits
+    if not traits.dq_last_writer_converts:
         return False
     _, seqlen_q, seqlen_k = problem.layout
     beyond = problem.right if problem.mask.right else seqlen_q
-    return min(form.block_m, seqlen_q) + seqlen_k - seqlen_q + beyond > 0 and seqlen_k > 0
+    return min(traits.block_m, seqlen_q) + seqlen_k - seqlen_q + beyond > 0 and seqlen_k > 0
 
 
 def dq_launch(plan: Plan, pointers: tuple[Any, ...]) -> Launch:
     strides = Strides(*strides_of(pointers[1], plan.problem))
-    arguments = (*pointers, strides, row_shape(plan), plan.problem.scale, plan.config.form)
+    arguments = (*pointers, strides, row_shape(plan), plan.problem.scale, plan.config.traits)
     return Launch(convert_dq_kernel, tiles_of_rows(plan), arguments, {"num_warps": 4})
 
 
 def row_shape(plan: Plan) -> RowShape:
     problem = plan.problem
-    num_m_blocks = query_tiles(problem, plan.config.form.block_m)
+    num_m_blocks = query_tiles(problem, plan.config.traits.block_m)
     return RowShape(problem.heads_q, tokens(problem)[0], problem.layout.batch, num_m_blocks)
 
 
@@ -341,9 +341,9 @@ def tiles_of_rows(plan: Plan) -> int:
 
 
 def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Launch:
-    problem, form = plan.problem, plan.config.form
+    problem, traits = plan.problem, plan.config.traits
     count, heads, width = gradient.shape[-3:]
-    scale, block = (1.0, form.block_dv) if name == "dv" else (problem.scale, form.block_d)
+    scale, block = (1.0, traits.block_dv) if name == "dv" else (problem.scale, traits.block_d)
     strides = ConvertStrides(*(Strides(*strides_of(tensor, problem)) for tensor in (held, gradient)))
     arguments = (
         ConvertTensors(held, gradient),
@@ -360,9 +360,9 @@ def convert_launch(plan: Plan, name: str, held: Tensor, gradient: Tensor) -> Lau
 
 
 def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers, hooks: BackwardHooks | None = None) -> Launch:
-    problem, form = plan.problem, plan.config.form
+    problem, traits = plan.problem, plan.config.traits
     strides: tuple[int, ...] = ()
-    if form.key_ranges:  # the first entry represents all
+    if traits.key_ranges:  # the first entry represents all
         apart = (views.q, views.dout, views.k, views.v, views.dk, views.dv)
         strides = tuple(rows_apart(t) or 0 for t in apart)
         views = views._replace(**{name: getattr(views, name)[0] for name in ("q", "k", "v", "dout", "dk", "dv")})
@@ -371,61 +371,61 @@ def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers, hooks:
             f"{plan.kernel.name}: {views.stats.numel()} values per row exceed the range of int32; split the batch"
         )
     parts, num_n_blocks, section = parts_of_heads(plan)
-    blocks = (query_tiles(problem, form.block_m), num_n_blocks, section)
+    blocks = (query_tiles(problem, traits.block_m), num_n_blocks, section)
     shape = ShapeParams(problem.layout.batch, problem.heads_q, *tokens(problem), *blocks, *strides)
     tiles = counted(plan, parts * num_n_blocks)
     softmax = SoftmaxParams(*softmax_parameters(problem), problem.scale)
-    if form.score_mod is not None:
+    if traits.score_mod is not None:
         softmax = softmax._replace(scale_log2=LOG2_E, score_scale=softmax.scale_log2 / LOG2_E)
     params = None if hooks is None else hooks.params
     launch = LaunchParams(tiles, shape, WindowParams(call.left, call.right), softmax, params)
     programs = min(plan.target.sm_count, tiles)
-    arguments = (*descriptors(views, form), pointers, launch, form)
+    arguments = (*descriptors(views, traits), pointers, launch, traits)
     return Launch(backward.backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": 168})
 
 
-def descriptors(views: Views, form: Any) -> tuple[TensorDescriptor | None, ...]:
+def descriptors(views: Views, traits: Any) -> tuple[TensorDescriptor | None, ...]:
     """As `backward_kernel` takes them: tiles of the main columns, of the tail columns (None where there are none), and
     of dQ if it is written directly.
     """
-    m, n = form.block_m, form.block_n
+    m, n = traits.block_m, traits.block_n
     tails = (
-        (views.q, m, form.tail_d), (views.k, n, form.tail_d), (views.v, n, form.tail_dv),
-        (views.dout, m, form.tail_dv), (views.dk, n, form.tail_d), (views.dv, n, form.tail_dv),
+        (views.q, m, traits.tail_d), (views.k, n, traits.tail_d), (views.v, n, traits.tail_dv),
+        (views.dout, m, traits.tail_dv), (views.dk, n, traits.tail_d), (views.dv, n, traits.tail_dv),
     )  # fmt: skip
     return (
-        descriptor(views.q, m, form.main_d),
-        descriptor(views.k, n, form.main_d),
-        descriptor(views.v, n, form.main_dv),
-        descriptor(views.dout, m, form.main_dv),
+        descriptor(views.q, m, traits.main_d),
+        descriptor(views.k, n, traits.main_d),
+        descriptor(views.v, n, traits.main_dv),
+        descriptor(views.dout, m, traits.main_dv),
         row_descriptor(views.stats, m),
-        descriptor(views.dk, n, form.main_d),
-        descriptor(views.dv, n, form.main_dv),
-        line_descriptor(views.dq_sum, form.dq.lines),
+        descriptor(views.dk, n, traits.main_d),
+        descriptor(views.dv, n, traits.main_dv),
+        line_descriptor(views.dq_sum, traits.dq.lines),
         *(descriptor(t, rows, width) if width else None for t, rows, width in tails),
-        descriptor(views.dq, ROWS, ROWS) if form.dq_written_directly else None,
+        descriptor(views.dq, ROWS, ROWS) if traits.dq_written_directly else None,
     )
 
 
 def parts_of_heads(plan: Plan) -> tuple[int, int, int]:
     """(parts of heads, key tiles per part, parts per section)."""
-    form = plan.config.form
-    problem, block_n = plan.problem, form.block_n
+    traits = plan.config.traits
+    problem, block_n = plan.problem, traits.block_n
     seqlen_q, seqlen_k = tokens(problem)
-    tiles_n = seqlen_k // block_n + problem.layout.batch + 2 if form.packed else -(-seqlen_k // block_n)
-    parts = problem.heads_kv * entries(problem) * form.group_splits
-    a_part = form.heads_per_program * seqlen_q * (2 * (form.block_d + form.block_dv) + 4 * form.block_d)
+    tiles_n = seqlen_k // block_n + problem.layout.batch + 2 if traits.packed else -(-seqlen_k // block_n)
+    parts = problem.heads_kv * entries(problem) * traits.group_splits
+    a_part = traits.heads_per_program * seqlen_q * (2 * (traits.block_d + traits.block_dv) + 4 * traits.block_d)
     return (
         parts,
         tiles_n,
-        even_section(parts, min(L2_BYTES // max(1, a_part), filling(plan.target.sm_count, tiles_n, form))),
+        even_section(parts, min(L2_BYTES // max(1, a_part), filling(plan.target.sm_count, tiles_n, traits))),
     )
 
 
 SHORT = 5  # key tiles
 
 
-def filling(sm_count: int, tiles_n: int, form: Any) -> int:
+def filling(sm_count: int, tiles_n: int, traits: Any) -> int:
     """Parts of heads per section: about one key tile per SM.
 
     Speed (H200): 512 x 32 is 1.04x as fast as with twice as many, GQA 64/8 2k with half as many only 0.90x. Twice as
@@ -433,8 +433,8 @@ def filling(sm_count: int, tiles_n: int, form: Any) -> int:
     4k to 16k, d128 0.993x to 0.999x. With few programs the last one waits for the others: 512 x 32 1.025x, 256 x 64
     1.09x, d64 512 1.21x, d128 768 0.985x, 1k 0.98x.
     """
-    apart = form.deterministic and form.dq.by_rows
-    waits = form.dq_last_writer_converts and (form.dq.by_rows or tiles_n <= SHORT)
+    apart = traits.deterministic and traits.dq.by_rows
+    waits = traits.dq_last_writer_converts and (traits.dq.by_rows or tiles_n <= SHORT)
     return max(1, sm_count // max(1, tiles_n)) * (2 if apart or waits else 1)
 
 

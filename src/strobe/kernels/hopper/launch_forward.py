@@ -35,19 +35,19 @@ from .traits import ROWS
 
 def run_forward(plan: Plan, call: Call, tensors: Forward, hooks: ForwardHooks | None = None) -> None:
     """Launch the forward. `hooks` has what the functions and the block lists of the plan's traits read."""
-    form = plan.config.form
+    traits = plan.config.traits
     out = tensors.out
-    if (form.block_lists is None) != (hooks is None or hooks.block_lists is None):
+    if (traits.block_lists is None) != (hooks is None or hooks.block_lists is None):
         raise KernelFault(f"{plan.kernel.name}: block lists are in the plan's traits or in the hooks, not in both")
-    if form.key_ranges:
+    if traits.key_ranges:
         call, tensors = end_to_end(call, tensors)
     describe = forward_launch if hooks is None else partial(forward_launch, hooks=hooks)
     read = () if hooks is None else (*hooks.score_aux, *hooks.mask_aux, *(hooks.block_lists or ()))
     keep = None
     if hooks is not None and hooks.block_lists is not None:
         keep = partial(mask_blocks.while_kept, call=call, lists=hooks.block_lists)
-    persistent_launch.run(plan, call, tensors, describe, form.tuning.pack_gqa > 1, read, keep)
-    if form.key_ranges and tensors.out.data_ptr() != out.data_ptr():
+    persistent_launch.run(plan, call, tensors, describe, traits.tuning.pack_gqa > 1, read, keep)
+    if traits.key_ranges and tensors.out.data_ptr() != out.data_ptr():
         out.copy_(tensors.out.view(out.shape))
 
 
@@ -75,34 +75,36 @@ def apart(problem: Problem) -> tuple[int, ...]:
 def forward_launch(
     plan: Plan, call: Call, out: Tensor, rest: LaunchTensors, hooks: ForwardHooks | None = None
 ) -> Launch:
-    form = plan.config.form
+    traits = plan.config.traits
     num_tiles, sizes, limits, softmax = work_of(plan, call)
-    shape = ShapeParams(*sizes, *(apart(plan.problem) if form.key_ranges else ()))
+    shape = ShapeParams(*sizes, *(apart(plan.problem) if traits.key_ranges else ()))
     parameters = SoftmaxParams(*softmax)
-    if form.score_mod is not None:
+    if traits.score_mod is not None:
         parameters = SoftmaxParams(LOG2_E, parameters.softcap, parameters.scale_log2 / LOG2_E)
-    described = None if hooks is None else hook_params(hooks, form)
+    described = None if hooks is None else hook_params(hooks, traits)
     launch = LaunchParams(num_tiles, shape, WindowParams(*limits), parameters, described)
-    registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # registers per thread before setmaxnreg moves them
-    arguments = (*descriptors(call, out, form), pointers(rest, form.key_ranges), launch, form)
+    registers = {2: 168, 3: 128, 4: 96}[traits.tuning.consumers]  # registers per thread before setmaxnreg moves them
+    arguments = (*descriptors(call, out, traits), pointers(rest, traits.key_ranges), launch, traits)
     return Launch(
         forward.forward_kernel, min(plan.target.sm_count, num_tiles), arguments, {"num_warps": 4, "maxnreg": registers}
     )
 
 
-def hook_params(hooks: ForwardHooks, form: Any) -> HookParams:
-    lists = None if hooks.block_lists is None else block_list_params(hooks.block_lists, form)
+def hook_params(hooks: ForwardHooks, traits: Any) -> HookParams:
+    lists = None if hooks.block_lists is None else block_list_params(hooks.block_lists, traits)
     return HookParams(hooks.score_aux or None, hooks.mask_aux or None, lists)
 
 
-def block_list_params(lists: BlockLists, form: Any) -> BlockListParams:
+def block_list_params(lists: BlockLists, traits: Any) -> BlockListParams:
     """Raises KernelFault if a tile packs heads that have lists of their own, or if traits and lists disagree."""
     entries, heads, blocks = lists.kv_num_blocks.shape
-    if heads > 1 and form.pack_gqa > 1:
-        raise KernelFault(f"block lists of {heads} heads in tiles of {form.pack_gqa} heads; with_hooks(per_head=True)")
+    if heads > 1 and traits.pack_gqa > 1:
+        raise KernelFault(
+            f"block lists of {heads} heads in tiles of {traits.pack_gqa} heads; with_hooks(per_head=True)"
+        )
     full = lists.full_kv_num_blocks is not None
-    if full != form.has_full_blocks:
-        raise KernelFault(f"full blocks: the traits say {form.has_full_blocks}, the lists {full}")
+    if full != traits.has_full_blocks:
+        raise KernelFault(f"full blocks: the traits say {traits.has_full_blocks}, the lists {full}")
     strides = (heads * blocks if entries > 1 else 0, blocks if heads > 1 else 0)
     most = [0 if indices is None else indices.shape[-1] for indices in (lists.kv_indices, lists.full_kv_indices)]
     return BlockListParams(*lists, *strides, most[0], most[1], blocks)
@@ -116,15 +118,15 @@ def pointers(rest: LaunchTensors, key_ranges: bool) -> Pointers:
     return Pointers(rest.lse, rest.sinks, cu_seqlens_q, cu_seqlens_k, None, rest.errors, rest.tile_counter)
 
 
-def descriptors(call: Call, out: Tensor, form: Any) -> tuple[TensorDescriptor | None, ...]:
+def descriptors(call: Call, out: Tensor, traits: Any) -> tuple[TensorDescriptor | None, ...]:
     """Descriptors of q, k, v and out: tiles of the first columns, then tiles of the rest."""
-    queries = describing(form.tuning)
+    queries = describing(traits.tuning)
     tiles = (
-        (queries, call.q, ROWS, form.block_d, form.tail_d),
-        (descriptor, call.k, form.tuning.block_n, form.block_d, form.tail_d),
-        (descriptor, call.v, form.tuning.block_n, form.block_dv, form.tail_dv),
-        (queries, out, ROWS, form.block_dv, form.tail_dv),
+        (queries, call.q, ROWS, traits.block_d, traits.tail_d),
+        (descriptor, call.k, traits.tuning.block_n, traits.block_d, traits.tail_d),
+        (descriptor, call.v, traits.tuning.block_n, traits.block_dv, traits.tail_dv),
+        (queries, out, ROWS, traits.block_dv, traits.tail_dv),
     )
-    narrow = (1, 1, 1, 2 if form.tuning.half_staged else 1)
+    narrow = (1, 1, 1, 2 if traits.tuning.half_staged else 1)
     first = (view(tensor, rows, (width - rest) // n) for (view, tensor, rows, width, rest), n in zip(tiles, narrow))
     return *first, *(view(tensor, rows, rest) if rest else None for view, tensor, rows, _, rest in tiles)

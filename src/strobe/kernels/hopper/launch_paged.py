@@ -49,12 +49,12 @@ def run_few(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor
 
 
 def run_mixed(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
-    form: ForwardTraits = plan.config.form
+    traits: ForwardTraits = plan.config.traits
     if call.q.data_ptr() % ALIGNMENT:
         call, plan = call._replace(q=call.q.clone()), plan._replace(replays=False)
-    out = addressable(t.out, form.pack_gqa > 1)
+    out = addressable(t.out, traits.pack_gqa > 1)
     word = error_flags.word(call.q.device)
-    counter = zeros_on(call.q.device, 1) if form.counted else None
+    counter = zeros_on(call.q.device, 1) if traits.counted else None
     moving = (*call.about, out, t.lse, word, counter)
     launch = _start(
         plan, "forward", moving, t._replace(out=out), lambda: prefill_launch(plan, call, out, t.lse, counter)
@@ -122,10 +122,10 @@ def other_rows_launch(plan: Plan, decode: Launch) -> Launch:
 
 def prefill_launch(plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counter: Tensor | None) -> Launch:
     """The forward of the sequences that the plan's decode does not run."""
-    form: ForwardTraits = plan.config.form
+    traits: ForwardTraits = plan.config.traits
     problem = plan.problem
-    layout, heads = problem.layout, problem.heads_kv * form.group
-    tiles_m = query_tiles(as_packed(problem), form.block_m)
+    layout, heads = problem.layout, problem.heads_kv * traits.group
+    tiles_m = query_tiles(as_packed(problem), traits.block_m)
     shape = ShapeParams(layout.batch, heads, problem.total_q, problem.capacity, tiles_m, heads)
     window = WindowParams(call.left, call.right, call.max_seqlen_q, NO_BOUND)
     pages = (layout.max_pages, layout.n_pages) if problem.paged else (0, 0)
@@ -135,26 +135,26 @@ def prefill_launch(plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counte
     tensors = CacheTensors(call.page_table, call.seqlens, call.k_start)
     word = error_flags.word(call.q.device)
     pointers = Pointers(lse, call.sinks, call.cu_seqlens_q, None, None, word, counter, tensors)
-    registers = {2: 168, 3: 128, 4: 96}[form.tuning.consumers]  # as in `launch_forward`
-    arguments = (*descriptors(call, out, form), pointers, launch, form)
+    registers = {2: 168, 3: 128, 4: 96}[traits.tuning.consumers]  # as in `launch_forward`
+    arguments = (*descriptors(call, out, traits), pointers, launch, traits)
     programs = min(plan.target.sm_count, heads * tiles_m)
     return Launch(forward.forward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": registers})
 
 
-def descriptors(call: PagedCall, out: Tensor, form: ForwardTraits) -> tuple[TensorDescriptor | None, ...]:
+def descriptors(call: PagedCall, out: Tensor, traits: ForwardTraits) -> tuple[TensorDescriptor | None, ...]:
     """Descriptors of q, k, v and out: tiles of the first columns, then tiles of the rest; boxes of k and v."""
-    queries, halves = describing(form.tuning), 2 if form.tuning.half_staged else 1
-    box = lambda pool, columns: descriptor(pool[0], form.box_rows, min(columns, MOST_COLUMNS)) if columns else None
+    queries, halves = describing(traits.tuning), 2 if traits.tuning.half_staged else 1
+    box = lambda pool, columns: descriptor(pool[0], traits.box_rows, min(columns, MOST_COLUMNS)) if columns else None
     first = (
-        queries(call.q, ROWS, form.main_d),
-        box(call.k, form.main_d),
-        box(call.v, form.main_dv),
-        queries(out, ROWS, form.main_dv // halves),
+        queries(call.q, ROWS, traits.main_d),
+        box(call.k, traits.main_d),
+        box(call.v, traits.main_dv),
+        queries(out, ROWS, traits.main_dv // halves),
     )
     last = (
-        queries(call.q, ROWS, form.tail_d) if form.tail_d else None,
-        box(call.k, form.tail_d),
-        box(call.v, form.tail_dv),
-        queries(out, ROWS, form.tail_dv) if form.tail_dv else None,
+        queries(call.q, ROWS, traits.tail_d) if traits.tail_d else None,
+        box(call.k, traits.tail_d),
+        box(call.v, traits.tail_dv),
+        queries(out, ROWS, traits.tail_dv) if traits.tail_dv else None,
     )
     return *first, *last

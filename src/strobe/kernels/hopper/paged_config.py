@@ -29,14 +29,14 @@ class MixedConfig:
     the forward runs all.
     """
 
-    form: ForwardTraits
+    traits: ForwardTraits
     decode: DecodeConfig | None
 
     def __str__(self) -> str:
-        t = self.form.tuning
+        t = self.traits.tuning
         heads = f" of {t.pack_gqa} heads" if t.pack_gqa > 1 else ""
         tiles = f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages}"
-        boxes = f", {self.form.box_rows} keys a copy, shared {self.form.shared_bytes() / KIB:.0f} KiB"
+        boxes = f", {self.traits.box_rows} keys a copy, shared {self.traits.shared_bytes() / KIB:.0f} KiB"
         few = f"; up to {MOST_TOKENS} tokens: {self.decode}" if self.decode else ""
         return tiles + boxes + few
 

@@ -128,11 +128,11 @@ def _against_memory(problem: PagedProblem) -> str | None:
 
 
 def _against_tiles(problem: PagedProblem, target: Target) -> str | None:
-    form = prefill_traits(problem, target)
+    traits = prefill_traits(problem, target)
     page = problem.page_size if problem.paged else 0
-    if page % form.block_n and not (page >= LEAST_PAGE and form.block_n % page == 0):
-        return f"pages of {LEAST_PAGE} keys or more that divide or hold {form.block_n}; these hold {page}"
-    tiles = problem.heads_kv * form.group * max(1, problem.total_q // form.block_m)
+    if page % traits.block_n and not (page >= LEAST_PAGE and traits.block_n % page == 0):
+        return f"pages of {LEAST_PAGE} keys or more that divide or hold {traits.block_n}; these hold {page}"
+    tiles = problem.heads_kv * traits.group * max(1, problem.total_q // traits.block_m)
     if tiles < LEAST_TILES * target.sm_count and problem.capacity >= LONG_CAPACITY and not problem.kernel:
-        return f"{tiles} tiles of {form.block_m} queries for {target.sm_count} SMs; portable.paged splits keys"
+        return f"{tiles} tiles of {traits.block_m} queries for {target.sm_count} SMs; portable.paged splits keys"
     return None

@@ -2,8 +2,8 @@
 
 Triton keys a compiled kernel by the text of its functions and of its constants. Two things are missing from that key:
 
-- While Triton compiles a kernel it reads properties of a form (the kernel's constants). Their code is in no key, so
-  after an upgrade of the package it would run what the earlier version compiled. Each form therefore holds a hash of
+- While Triton compiles a kernel it reads properties of traits (the kernel's constants). Their code is in no key, so
+  after an upgrade of the package it would run what the earlier version compiled. Traits therefore hold a hash of
   the package's host code (`Constants`).
 - The constants of a callee enter the key only if another kernel was hashed before it. A process that first decodes
   would then not find what a process that first attends had compiled. `hash_callees_first` makes the key independent of
