@@ -45,6 +45,25 @@ def _check(tensors, functions, builtin=None, bound=1e-12, **options):
         assert (got - exact).abs().max() < bound * 30 * (1 + exact.abs().max())
 
 
+# what attention-gym 0.0.17 has in attn_gym.masks and attn_gym.mods -> the case here
+ATTENTION_GYM = {
+    "causal": "causal", "sliding_window": "sliding_window", "prefix_lm": "prefix_lm",
+    "document_mask, packed_causal_doc": "documents", "dilated_sliding_window": "dilated_window",
+    "global and window": "global_and_window", "natten": "natten", "tiled natten": "tiled_natten",
+    "morton natten": "morton_natten", "sliding tile attention 2d": "sliding_tile_2d",
+    "sliding tile attention 3d": "sliding_tile_3d", "Sparse-VideoGen, spatial heads": "video_spatial",
+    "Sparse-VideoGen, temporal heads": "video_temporal", "video sparse attention": "video_sparse",
+    "flamingo": "flamingo", "block_diffusion": "block_diffusion", "jetspec tree": "speculation_tree",
+    "shared_prefix": "shared_prefix", "batchify": "batchify", "alibi": "alibi", "softcapping": "softcap",
+    "activation": "activation", "graphormer, spatial encoding": "graphormer_spatial",
+    "graphormer, edge encoding": "graphormer_edges", "sandwich": "sandwich", "latent_attention, rope": "mla_rope",
+}  # fmt: skip
+
+
+def test_each_function_of_attention_gym_is_a_case():
+    assert set(ATTENTION_GYM.values()) <= set(MODS) and len(set(ATTENTION_GYM.values())) == len(ATTENTION_GYM)
+
+
 @pytest.mark.parametrize("name", MODS)
 def test_a_named_function_is_that_of_the_oracle(name):
     _check(_tensors(torch.float64), MODS[name].make(torch.float64))

@@ -2,6 +2,7 @@
 
 from .cases import CASES, LARGE, Case
 from .compare import assert_as_good_as, assert_gradients_as_good_as, assert_kernel
+from .indices import OutOfRange, out_of_range
 from .inputs import FAMILIES
 from .poison import Poison
 
@@ -10,8 +11,10 @@ __all__ = [
     "FAMILIES",
     "LARGE",
     "Case",
+    "OutOfRange",
     "Poison",
     "assert_as_good_as",
     "assert_gradients_as_good_as",
     "assert_kernel",
+    "out_of_range",
 ]
