@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedProblem
+from ..problem.torch_private import constant_while_compiling
 from .cache import TRACES
 from .captures import attributes, captured, is_filled, names_in
 from .trace import MASK_INPUTS, SCORE_INPUTS
@@ -56,7 +57,7 @@ def _follow(value: Any, steps: str) -> Any:
     return value
 
 
-@torch.compiler.assume_constant_result
+@constant_while_compiling
 def _plan(function: Callable, gradient: bool, is_score: bool) -> str:
     """Text of the function's program and of its gradient's, places of captured tensors, values of the program's
     numbers, and the places and values of all numbers that the function captures.

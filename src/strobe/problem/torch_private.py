@@ -39,6 +39,8 @@ extra. Results do not depend on the fallbacks. With all of them, host times of s
         _set_sdp_priority_order                                                   cuDNN (Hopper), SDPA keeps it
     _inductor.lowering, virtualized       give Inductor a missing lowering        one compilation for each offset
     _functorch.config.donated_buffer      times many backwards of FlexAttention   torch refuses the second backward
+    _dynamo_marked_constant               takes a function's result as a          none: torch.compiler's own decorator
+                                          constant of a graph                     imports Dynamo, which takes a second
     _python_dispatch.TorchDispatchMode    records functions of scores             none: every torch since 1.13 has it
 """
 
@@ -67,6 +69,12 @@ def _private(path: str, fallback: T) -> T:
         return resolve_name(path)
     except (ImportError, AttributeError):
         return fallback
+
+
+def constant_while_compiling(function: T) -> T:
+    """As torch.compiler.assume_constant_result, which imports Dynamo and Triton where it decorates."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # ---------------------------------------------------------------- modes

@@ -131,6 +131,6 @@ class BackwardConfig:
         adds = "vector atomics in order" if traits.deterministic else "vector atomics"
         return (
             f"block_m={traits.block_m} block_n={traits.block_n} stages={t.q_stages}/{t.do_stages} one CTA{order}, dq "
-            f"added by {adds}, shared {traits.shared_bytes() / KIB:.0f} KiB, {traits.tensor_columns()} columns of tensor "
-            f"memory, registers {registers}; has not run on a Blackwell GPU"
+            f"added by {adds}, shared {traits.shared_bytes() / KIB:.0f} KiB, {traits.tensor_columns()} columns of "
+            f"tensor memory, registers {registers}; has not run on a Blackwell GPU"
         )
