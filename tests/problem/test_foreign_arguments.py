@@ -55,30 +55,15 @@ def test_a_foreign_keyword_names_what_to_use(function, name):
 @pytest.mark.parametrize("name", _INSTEAD)
 def test_what_says_nothing_is_refused_too(name):
     function = strobe.partial_attention if name == "dropout_p" else strobe.attention
-    if name in ("mask", "score_mod"):
-        with pytest.raises(TypeError, match=f"^{name}: got NoneType, expected .+; .+"):
-            _paged(**{name: None})
-        return
     with pytest.raises(TypeError, match=f"^{name}: got NoneType, expected .+; .+"):
         CALLS[function](**{name: None})
-
-
-def _paged(**given):
-    cache = strobe.DenseCache(K, K, torch.tensor([7, 7], dtype=torch.int32))
-    return strobe.attention_paged(P[:4], cache, cu_seqlens_q=torch.tensor([0, 1, 4], dtype=torch.int32), **given)
-
-
-def test_a_mask_where_there_is_none():
-    _paged()  # else right
-    with pytest.raises(TypeError, match=r"^mask: got Mask, expected causal= and window=; "):
-        _paged(mask=strobe.causal())
 
 
 def test_no_remedy_names_an_argument_or_a_function_that_is_not_there():
     said = " ".join(" ".join(words) for words in _INSTEAD.values())
     assert set(re.findall(r"\b(\w+)=", said)) <= set(inspect.signature(strobe.attention).parameters)
     assert set(re.findall(r"\bstrobe\.(\w+)", said)) <= set(strobe.__all__)
-    assert not set(_INSTEAD) & set(inspect.signature(strobe.attention).parameters) - {"mask", "score_mod", "dropout_p"}
+    assert not set(_INSTEAD) & set(inspect.signature(strobe.attention).parameters) - {"dropout_p"}
 
 
 def test_any_other_is_what_python_says_and_a_near_miss_is_named():

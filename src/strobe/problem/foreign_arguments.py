@@ -20,7 +20,6 @@ _INSTEAD = {
     "attn_mask": ("mask=", _WRITTEN_OUT),
     "attention_mask": ("mask=", _WRITTEN_OUT),
     "block_mask": ("mask=", _WRITTEN_OUT),
-    "mask": ("causal= and window=", "give these: attention_paged has no other masks"),
     "is_causal": (
         "causal=",
         (
@@ -34,7 +33,6 @@ _INSTEAD = {
         "k and v with a divisor of q's heads",
         "leave it out: query head h reads key head h // (H_q // H_kv)",
     ),
-    "score_mod": ("softcap= or sinks=", "give one of these: attention_paged runs no function on scores"),
     "softmax_scale": ("scale=", "give scale=, which multiplies q k^T"),
     "sm_scale": ("scale=", "give scale=, which multiplies q k^T"),
     "window_size": ("window=", "give window=(left, right), both ends included; None or a negative number is no bound"),
