@@ -61,7 +61,7 @@ def flex_attention(
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     mask = None if block_mask is None else mask_mod(block_mask)
     greatest = None
-    if wants_lse or wants_max or _keeps_out_unrounded(query, key, value):
+    if wants_lse or wants_max or _keeps_out_unrounded(query):
         call = call_of(q, k, v, options=(scale, None, None))._replace(partial=True)
         call = ops_mods.bind(call, score_mod, mask, max_scores=wants_max)
         found, lse, *rest = ops_mods.run_bound(call)
@@ -76,9 +76,8 @@ def flex_attention(
     return out, AuxOutput(lse=lse if wants_lse else None, max_scores=greatest if wants_max else None)
 
 
-def _keeps_out_unrounded(*tensors: Tensor) -> bool:
+def _keeps_out_unrounded(query: Tensor) -> bool:
     """Whether the backward gets a float32 output. Where one weight of a row is large, rowsum(dO * O) with O rounded to
     16 bits is most of the error of dQ and dK. GPUs have no memory to spare for it.
     """
-    is_short = tensors[0].dtype.itemsize == 2 and tensors[0].device.type == "cpu"
-    return is_short and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return query.dtype.itemsize == 2 and query.device.type == "cpu" and torch.is_grad_enabled()
