@@ -34,6 +34,13 @@ def test_the_simulators_distribution_has_the_same_version_and_needs_no_torch():
     assert re.search(r"pytest11\]\n(.*) = ", PROJECT)[1] == "strobe-sim"
 
 
+def test_the_librarys_build_does_not_enter_the_link_to_the_simulator():
+    """hatchling takes a folder once: through the link, src/strobe/sim would be missing from the distribution."""
+    build = PROJECT.partition("[tool.hatch.build]")[2]
+    assert "skip-excluded-dirs = true" in build
+    assert 'exclude = ["/packages/strobe-sim"]' in build.partition("targets.sdist]")[2].partition("[tool.ruff]")[0]
+
+
 def test_every_page_names_the_repository_of_pyproject():
     owner, name = re.search(r'^Repository = "https://github.com/([\w-]+)/([\w-]+)"$', PROJECT, re.MULTILINE).groups()
     pages = [path for pattern in ("*.md", "*.cff", "*.yml", ".github/**/*.*") for path in ROOT.glob(pattern)]
