@@ -274,15 +274,16 @@ class Runner:
         self._current = current or {}
         self._sources: dict[tuple[str, str], str] = {}
         self._faults: dict[tuple[str, str], str] = {}
+        handler = signal.getsignal(signal.SIGINT)
         with tempfile.TemporaryDirectory() as folder, self._workers() as pool:
             try:
                 self._drain(pool, folder, chosen)
             except KeyboardInterrupt:
-                handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # `timeout` sends a second one
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # `timeout` sends a second one
                 pool.shutdown(wait=False, cancel_futures=True)
                 for worker in multiprocessing.active_children():
                     worker.terminate()
-                signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, handler)
         return [self._measured(suite, scene) for suite, scene in chosen if not self._is_current(suite, scene)]
 
     def _is_current(self, suite: Suite, scene: Any) -> bool:

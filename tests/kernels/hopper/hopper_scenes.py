@@ -336,9 +336,7 @@ def paged_cluster() -> tuple[Tensor, ...]:
 
 
 def paged_prefill() -> tuple[Tensor, ...]:
-    """Many tokens of two sequences in the forward, few of two others in the decode. Keys in pages of 16, in more blocks
-    than there are stages.
-    """
+    """Sequences of many and of few tokens in the forward. Keys in pages of 16, in more blocks than there are stages."""
     return _paged(replace(PAGED["mixed"], head_dim=128, lengths=(300, 1, 200, 129), news=(140, 1, 130, 3)))
 
 
@@ -448,7 +446,7 @@ SCENES = (
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_dq_first_writer, backward_dq_written_directly)),
     Scene("backward_noncontiguous", "sm_90", backward_noncontiguous, BACKWARD_MENDED),
     *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_dq_semaphore)),
-    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_block_lists_empty,)),
+    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_block_lists, backward_block_lists_empty)),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),
     Scene("decode_cluster", "sm_90", decode_cluster, CLUSTER),
     Scene("paged_splits", "sm_90", paged_splits, DECODE),
