@@ -239,3 +239,24 @@ def test_published_decode_figures_stand_in_the_results():
             *(ours[-1]["rivals"].get(name) for name in ("cudnn", "fa4")),
         )
         assert cells.split(" | ") == [f"{1000 * figure:.1f}" if figure else "-" for figure in figures], case
+
+
+def test_published_speeds_of_functions_stand_in_the_results():
+    """A line "| CASE | ..." of the guide: forward and backward TFLOP/s of strobe, a built-in option, FlexAttention."""
+    measured = {}
+    for line in (ROOT / "results/mods.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        measured[row["case"]] = row
+    page = (DOCS / "guides/functions_to_copy.md").read_text().split("\n## Measured\n")[1]
+    lines = re.findall(r"^\| (?!case)([a-z0-9_]+) \| (.*) \|$", page, re.MULTILINE)
+    assert {name for name, _ in lines} == {case.rsplit("_", 1)[0] for case in measured}
+    for name, cells in lines:
+        expected = []
+        for contender in ("strobe", "built_in", "flex"):
+            rates = []
+            for direction in ("forward", "backward"):
+                row = measured.get(f"{name}_{direction}", {"rivals": {}, "ms": None})
+                ms = row["ms"] if contender == "strobe" else row["rivals"].get(contender)
+                rates.append(f"{row['flops'] / ms / 1e9:.0f}" if ms else "-")
+            expected.append(", ".join(rates))
+        assert cells.split(" | ") == expected, name
