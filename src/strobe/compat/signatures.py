@@ -98,7 +98,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, 
     """out [B, S_q, H_q, D_v] in q's dtype and lse [B, H_q, S_q] (natural logarithm, float32 or wider), or packed [T, H,
     D_v] and [H, T].
 
-    Both are differentiable. Errors use the originals' argument names.
+    Both are differentiable. Error messages use FlashAttention's argument names.
 
     >>> q = torch.randn(1, 5, 2, 16)
     >>> [list(t.shape) for t in forward(q, q, q, Setting(causal=True))]

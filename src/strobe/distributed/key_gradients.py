@@ -39,7 +39,7 @@ class KeyGradients:
         sums = [(run, self._sum(run, several)) for run, several in plan.key_layers[mine]]
         given: list[tuple[int, Tensor]] = []
         taken: list[tuple[int, Tensor]] = []
-        parts: list[tuple[Run, Pair]] = []  # of own positions, in the order of ranks
+        parts: list[tuple[Run, Pair]] = []  # what each rank adds to dk and dv of own keys, by rank
         for rank, owned in enumerate(plan.groups):
             if rank != mine:
                 cut = [(run, _part(run, whole, pair)) for whole, pair in sums for run in overlap((whole,), owned)]

@@ -84,7 +84,8 @@ def attend(
 
 def run_bound(call: Call, out: Tensor | None = None) -> tuple[Tensor, ...]:
     """out, lse and perhaps the greatest scores of a call that `bind` made."""
-    if not torch.compiler.is_compiling():  # a graph holds the function, and the op takes built-in masks out of it
+    # While compiling, the graph keeps the function; the op itself replaces built-in masks when it runs.
+    if not torch.compiler.is_compiling():
         call = simplified(call)
         if call.mods is None:
             return attention.run(call, out, not call.partial)

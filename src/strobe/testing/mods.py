@@ -96,7 +96,7 @@ def _prefix_lm(length: int) -> Seen:
 
 
 def _documents(inner: Seen, offsets: list[int]) -> Seen:
-    """Positions count from the start of their document."""
+    """A mask function: a row sees keys of its own document alone. `inner` gets positions in the document."""
     starts = torch.tensor(offsets[:-1], dtype=torch.int32)
     ids = torch.repeat_interleave(torch.arange(len(starts)), torch.tensor(offsets).diff())
 
