@@ -70,7 +70,7 @@ def evaluate(
         if node.op == "input":
             value = inputs[str(node.value)].to(dtype)
         elif node.op == "const":
-            value = torch.full((), node.value, dtype=dtype, device=device)  # type: ignore[arg-type]
+            value = torch.full((), node.constant, dtype=dtype, device=device)
         elif node.op == "number":
             value = torch.full((), numbers[int(node.value or 0)], dtype=dtype, device=device)
         elif node.op == "load":

@@ -64,7 +64,7 @@ def _rule(
     if node.op == "number" and numbers is None:
         return UNKNOWN
     if node.op in ("const", "number"):
-        value = float(node.value if node.op == "const" else (numbers or ())[int(node.value)])  # type: ignore[arg-type]
+        value = float(node.constant if node.op == "const" else (numbers or ())[node.index])
         return UNKNOWN if math.isnan(value) else Interval(value, value)
     if node.op == "load":
         return MAYBE if node.kind == BOOL else UNKNOWN

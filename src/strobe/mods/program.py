@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -38,6 +38,16 @@ class Node(NamedTuple):
     op: str
     args: tuple[int, ...] = ()
     value: Value | str | None = None
+
+    @property
+    def constant(self) -> Value:
+        """The value of a "const"."""
+        return cast(Value, self.value)
+
+    @property
+    def index(self) -> int:
+        """Which number of the program a "number" is."""
+        return int(self.value or 0)
 
 
 class Captured(NamedTuple):
@@ -197,7 +207,7 @@ class Builder:
     def value(self, at: int) -> Value | None:
         """The value of a constant, else None."""
         node = self.nodes[at]
-        return node.value if node.op == "const" else None  # type: ignore[return-value]
+        return node.constant if node.op == "const" else None
 
     def input(self, name: str) -> int:
         return self.node(INPUTS[name], "input", (), name)
@@ -221,7 +231,7 @@ class Builder:
         if node.kind == kind:
             return at
         if node.op == "const":
-            value: Value = node.value  # type: ignore[assignment]
+            value = node.constant
             whole = kind != FLOAT and isinstance(value, float)
             if not (whole and not math.isfinite(value)):
                 return self.const(value != 0 if kind == BOOL else value, kind)

@@ -301,7 +301,7 @@ class _Reader:
         if node.kind == BOOL or not self._exact(at):
             return None
         if node.op in ("const", "number"):
-            value = float(node.value if node.op == "const" else self.numbers[int(node.value or 0)])  # type: ignore[arg-type]
+            value = float(node.constant if node.op == "const" else self.numbers[node.index])
             return _Linear(constant=int(value)) if value.is_integer() else None
         if node.op == "input":
             inputs = {"q": _Linear(query=1), "k": _Linear(key=1), "diagonal": _Linear(diagonal=1)}
