@@ -298,7 +298,7 @@ def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
 @pytest.mark.parametrize(
     "name", ("joined_three_rows", "joined_window", pytest.param("joined_packed", marks=pytest.mark.nightly))
 )
-def test_sharing_a_tile_changes_no_bit(name, monkeypatch):
+def test_sharing_a_tile_changes_no_bit(name, monkeypatch, wide_sums):
     call = CASES[name].build("cpu", torch.bfloat16, "normal", 5, kernel="blackwell")
     together, _ = simulated(call, B200)
     monkeypatch.setattr(blackwell, "qheads_per_tile", lambda *_: 1)

@@ -1,4 +1,4 @@
-"""Fixtures of simulated Hopper kernels."""
+"""Fixtures of simulated kernels."""
 
 from __future__ import annotations
 
