@@ -217,10 +217,11 @@ def test_the_record_gives_back_every_row(tmp_path):
     usual = {"spill_store_bytes": 0, "spill_load_bytes": 0, "stack_bytes": 0, "tensor_columns": 0, "serialized": False}
     older = {name: n for name, n in counts.items() if name != "HMMA"}  # a row made before HMMA was counted
     rows = [
-        _row(unit, 1) | usual | {"instructions": counts | {"HGMMA": 3}, "roles": [loop, loop]},
-        _row(unit, 2) | usual | {"instructions": older, "stack_bytes": 8, "serialized": True},
-        _row(unit, 3) | usual | {"instructions": {}},
-        _row(unit, 4) | {"error": "does not compile"},
+        _row(unit, 1) | usual | {"config": "stages=2", "instructions": counts | {"HGMMA": 3}, "roles": [loop, loop]},
+        _row(unit, 2) | usual | {"config": "stages=1", "instructions": older, "stack_bytes": 8, "serialized": True},
+        _row(unit, 3) | usual | {"config": "stages=2", "instructions": {}},
+        _row(unit, 4) | {"config": "stages=1", "error": "does not compile"},
+        _row(unit, 5) | {"error": "does not compile"},
     ]
     file = tmp_path / "compiled.jsonl"
     file.write_text(packed(rows))

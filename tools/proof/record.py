@@ -36,15 +36,21 @@ def add_results(parser: argparse.ArgumentParser, default: Path) -> None:
 
 def packed(rows: Iterable[dict]) -> str:
     """Rows as the lines of a file, which `read` turns back. The first line names the columns of `instructions` and of
-    each loop in `roles`, which are lists in the others. A row without a value of a column holds null there.
+    each loop in `roles`, which are lists in the others. A row without a value of a column holds null there. The first
+    line also lists the configs, and `config` in the others is a place in that list.
 
-    >>> print(packed([{"kernel": "k", "stack_bytes": 0, "warps": 4}]).splitlines()[1])
-    {"kernel":"k","warps":4}
+    >>> print(packed([{"kernel": "k", "config": "block_m=64", "stack_bytes": 0, "warps": 4}]).splitlines()[1])
+    {"kernel":"k","config":0,"warps":4}
     """
+    rows = list(rows)
     columns = {"instructions": list(COUNTED), "roles": ["role", "total", "least", *KINDS]}
-    lines = [json.dumps({"columns": columns})]
+    configs = list(dict.fromkeys(row["config"] for row in rows if "config" in row))
+    place = {config: n for n, config in enumerate(configs)}
+    lines = [json.dumps({"columns": columns, "configs": configs})]
     for row in rows:
         short = {name: value for name, value in row.items() if name not in _USUAL or value != _USUAL[name]}
+        if "config" in row:
+            short["config"] = place[row["config"]]
         if counts := row.get("instructions"):
             short["instructions"] = [counts.get(name) for name in COUNTED]
         if "roles" in row:
@@ -56,11 +62,15 @@ def packed(rows: Iterable[dict]) -> str:
 def read(path: Path) -> list[dict]:
     """The rows of a file written by `packed`, or with one JSON object a row. Empty if there is no file."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    columns = rows.pop(0)["columns"] if rows and "columns" in rows[0] else None
-    return [_unpacked(row, columns) for row in rows] if columns else rows
+    if not rows or "columns" not in rows[0]:
+        return rows
+    first = rows.pop(0)
+    return [_unpacked(row, first["columns"], first.get("configs", [])) for row in rows]
 
 
-def _unpacked(row: dict, columns: dict[str, list[str]]) -> dict:
+def _unpacked(row: dict, columns: dict[str, list[str]], configs: list[str]) -> dict:
+    if isinstance(row.get("config"), int):
+        row = {**row, "config": configs[row["config"]]}
     if "error" in row:
         return row
     full = {
