@@ -168,11 +168,12 @@ def test_what_is_refused():
         "k_new: got shape": (cache, new[None], {"slots": slots}),
         "cache.k_pages: got shape": (cache._replace(k_pages=k[0]), new, {"slots": slots}),
         "cache.k_scale: got torch.float32": (cache._replace(k_scale=scale[:1]), new, {"slots": slots}),
-        "cache.v_scale: got the tensor of k_scale": (
-            cache._replace(k_scale=scale, v_scale=scale),
+        "cache.v_scale: got memory that cache.k_scale lies in": (
+            cache._replace(k_scale=scale, v_scale=scale.view(scale.shape)),
             new,
             {"slots": slots},
         ),
+        "slots: got device meta": (cache, new, {"slots": slots.to("meta")}),
         "cache.k_scale: got strides": (cache._replace(k_scale=turned), new, {"slots": slots}),
     }
     for words, (given, k_new, options) in cases.items():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from typing import Any, overload
 
 import torch
@@ -158,7 +159,7 @@ def _append(*flat: Any) -> None:
 
 def _write_new(call: AppendCall, choice: Choice[AppendProblem]) -> None:
     if not choice.problem.vacuous:
-        _check_pools_apart(call)
+        _check_written_apart(call)
         _check_new_apart(call)
         _launch(choice.forward, _received(call), None)
         for tensor in call.written:
@@ -169,15 +170,16 @@ def _appended(*flat: Any) -> tuple[Tensor, Tensor]:
     """Copies of the pools with the new keys and values: the functional form of `append`."""
     call = AppendCall(*flat)
     decide_append(call)
-    _check_pools_apart(call)
+    _check_written_apart(call)
     k, v = call.k.clone(), call.v.clone()
     _append(*call._replace(k=k, v=v))
     return k, v
 
 
-def _check_pools_apart(call: AppendCall) -> None:
-    """Raise if k and v share memory. Checked on every call, because the key of the Choice does not contain
-    addresses."""
+def _check_written_apart(call: AppendCall) -> None:
+    """Raise if two tensors that `append` writes share memory. Checked on every call, because the key of the Choice does
+    not contain addresses.
+    """
     if share_memory(call.k, call.v):
         raise InvalidProblem(
             call.held.word("v"),
@@ -185,6 +187,14 @@ def _check_pools_apart(call: AppendCall) -> None:
             "memory of its own",
             "append would write values over keys; copy one",
         )
+    if len(call.written) < 3:
+        return
+    written_fields = [(call.held.word(name), getattr(call, name)) for name in ("k", "v", "k_scale", "v_scale")]
+    fields_apart = [(word, field) for word, field in written_fields if field is not None and field.dim() > 1]
+    for (first, one), (second, other) in combinations(fields_apart, 2):
+        if share_memory(one, other):
+            remedy = "give pools and scales memory of their own"
+            raise InvalidProblem(second, f"memory that {first} lies in", "memory of its own", remedy)
 
 
 def _check_new_apart(call: AppendCall) -> None:

@@ -175,7 +175,7 @@ def check(call: AppendCall) -> Dense | Paged:
 
 
 def _check_scales(call: AppendCall) -> None:
-    """Scales of each key and head are written, so each needs memory of its own."""
+    """Check that scales of each key and head, which kernels write without strides, are contiguous."""
     for name in ("k_scale", "v_scale"):
         scale = getattr(call, name)
         if scale is None or scale.dim() == 1:
@@ -183,9 +183,6 @@ def _check_scales(call: AppendCall) -> None:
         if not scale.is_contiguous():
             got = f"strides {scale.stride()}"
             raise InvalidProblem(f"cache.{name}", got, "a contiguous tensor", "append writes the scales of new keys")
-    if call.k_scale is not None and call.k_scale is call.v_scale and call.k_scale.dim() > 1:
-        remedy = "give keys and values scales of their own"
-        raise InvalidProblem("cache.v_scale", "the tensor of k_scale", "memory of its own", remedy)
 
 
 def _shared(call: AppendCall, field: str) -> InvalidProblem:

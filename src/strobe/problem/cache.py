@@ -190,10 +190,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
-def _scale_of(most: Tensor) -> Tensor:
-    """The scale with which magnitude `most` becomes 448; 1 for 0."""
+def _scale_of(largest: Tensor) -> Tensor:
+    """The scale that maps the largest magnitude to 448, or 1 if this magnitude is 0."""
     least = torch.finfo(torch.float32).smallest_normal  # a smaller scale could round to 0
-    return torch.where(most > 0, (most / FP8_MAX).clamp(min=least), 1.0)
+    return torch.where(largest > 0, (largest / FP8_MAX).clamp(min=least), 1.0)
 
 
 class OfCache:
@@ -327,6 +327,9 @@ def _check_scale(held: Held, name: str, scale: Tensor, by_token: bool) -> None:
 
 def check_slots(held: Held, slots: Tensor, tokens: int, dtype: torch.dtype) -> Paged:
     """Validate pools that tokens are written to at slots, and return their layout: one sequence of all keys."""
+    if slots.device != held.k.device:
+        remedy = "move slots to the device of the pools"
+        raise InvalidProblem("slots", f"device {slots.device}", f"cache.k_pages's {held.k.device}", remedy)
     _check_pools(held._replace(page_table=held.seqlens), dtype, "k_new")  # names the fields as pages
     if slots.dtype not in (torch.int32, torch.int64):
         raise InvalidProblem("slots", slots.dtype, "torch.int64 or torch.int32", "give a slot of the pool a token")
