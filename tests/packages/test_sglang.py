@@ -16,7 +16,7 @@ from tests.packages import sglang_double
 sglang_double.install()
 from sglang.srt.arg_groups import choices  # noqa: E402
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
-from sglang.srt.layers.radix_attention import RadixAttention  # noqa: E402
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from strobe_sglang import register  # noqa: E402
@@ -217,6 +217,24 @@ def test_an_8_bit_cache_is_within_its_rounding():
     for begin, end in zip([0, *ends], ends):
         exact = model(step.tokens[begin:end], step.positions[begin:end], rounded)
         torch.testing.assert_close(got[begin:end], exact, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["DECODER_BIDIRECTIONAL", "ENCODER_ONLY"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_types_of_attention(kind, window):
+    """Only encoders see later keys. SGLang's FA3 backend runs DECODER_BIDIRECTIONAL (Gemma 3) as causal, too."""
+    engine = Engine(TinyModel(Options(window=window)))
+    step = next(Scheduler(prompts(1), 1, chunk=64).steps())
+    batch = engine.batch(step)
+    engine.backend.init_forward_metadata(batch)
+    layer = engine.layers[0]
+    layer.attn_type = AttentionType[kind]
+    q, k, v = (torch.randn(len(step.tokens), heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV))
+    got = engine.backend.forward_extend(q.flatten(1), k, v, layer, batch)
+    causal = kind != "ENCODER_ONLY"
+    sides = None if window is None else (window - 1, window - 1)
+    exact = strobe.attention(q[None], k[None], v[None], causal=causal, window=sides)[0]
+    torch.testing.assert_close(got, exact.flatten(1))
 
 
 def test_what_is_refused():

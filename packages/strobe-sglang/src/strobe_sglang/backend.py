@@ -167,14 +167,16 @@ class StrobeAttnBackend(AttentionBackend):
                 (values, layer.tp_v_head_num, layer.v_head_dim),
             )
         ]
+        # DECODER_BIDIRECTIONAL is causal, as in SGLang's FA3 backend: a batch may hold part of a prompt
+        causal = layer.attn_type != AttentionType.ENCODER_ONLY
         scales = self._scales(layer) if pages[0].dtype == torch.float8_e4m3fn else (None, None)
         out = strobe.attention_paged(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             strobe.PagedCache(*pages, table, metadata.seqlens, *scales),
             cu_seqlens_q=metadata.cu_seqlens_q,
             max_seqlen_q=metadata.max_seqlen_q,
-            causal=layer.attn_type == AttentionType.DECODER,
-            window=(layer.sliding_window_size, 0) if windowed else None,
+            causal=causal,
+            window=(layer.sliding_window_size, 0 if causal else layer.sliding_window_size) if windowed else None,
             scale=layer.scaling,
             softcap=layer.logit_cap or None,
             sinks=options.get("sinks"),
