@@ -5,7 +5,6 @@ attention.
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +33,8 @@ from tests.packages.tiny_model import (  # noqa: E402
     Scheduler,
     Step,
     TinyModel,
-    generated,
+    compare_8_bits,
+    entry_point,
     prompts,
 )
 
@@ -46,8 +46,8 @@ MODELS = {
 
 
 class WindowPool:
-    """A pool of SGLang's for models with windows, reduced to what a backend reads: layers with a window have a pool of
-    their own, in which keys lie elsewhere.
+    """SGLang's pool for models with windows, reduced to the methods that a backend calls. The pool of window layers
+    holds keys in other slots.
     """
 
     def __init__(self, pool):
@@ -65,7 +65,7 @@ class WindowPool:
 
 
 class Engine:
-    """What SGLang's runner does with a backend."""
+    """Calls the backend as SGLang's runner does."""
 
     def __init__(self, model: TinyModel, page_size: int = BLOCK, dtype: torch.dtype = torch.float32, apart=False):
         register()
@@ -101,7 +101,7 @@ class Engine:
         )  # fmt: skip
 
     def run(self, step: Step, batch: SimpleNamespace | None = None) -> torch.Tensor:
-        """With `batch` given, its metadata is ready."""
+        """Logits of a step. batch: given if its metadata is ready."""
         if batch is None:
             batch = self.batch(step)
             self.backend.init_forward_metadata(batch)
@@ -112,29 +112,20 @@ class Engine:
 
         return self.model(step.tokens, step.positions, attend)
 
-    def serve(self, scheduler: Scheduler) -> None:
-        for step in scheduler.steps():
-            logits = self.run(step)
-            scheduler.compare(step, logits, self.model)
-            scheduler.take(step, logits)
-        assert strobe.last_errors() == []
-
 
 @pytest.mark.parametrize("page_size", [1, BLOCK])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_dense_attention(name, page_size):
     model = TinyModel(MODELS[name])
     scheduler = Scheduler(prompts(), NEW)
-    Engine(model, page_size).serve(scheduler)
-    for n, prompt in enumerate(prompts()):
-        assert scheduler.written(n) == generated(model, prompt, NEW), n
+    scheduler.serve(model, Engine(model, page_size).run)
+    scheduler.compare_tokens(model)
 
 
 @pytest.mark.parametrize("page_size", [1, BLOCK])
 def test_layers_with_a_window_read_a_pool_of_their_own(page_size):
     model = TinyModel(MODELS["window softcap sinks"])
-    scheduler = Scheduler(prompts(4), NEW)
-    Engine(model, page_size, apart=True).serve(scheduler)
+    Scheduler(prompts(4), NEW).serve(model, Engine(model, page_size, apart=True).run)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one pool", "window pool"])
@@ -207,16 +198,7 @@ def test_an_8_bit_cache_is_within_its_rounding():
     for layer in engine.layers:
         layer.k_scale = layer.v_scale = torch.tensor(0.02)
     step = next(Scheduler(prompts(3), 1, chunk=64).steps())
-    got = engine.run(step)
-
-    def rounded(layer, q, k, v):
-        k, v = ((t / 0.02).to(torch.float8_e4m3fn).float() * 0.02 for t in (k, v))
-        return model.dense(layer, q, k, v)
-
-    ends = torch.tensor(step.news).cumsum(0).tolist()
-    for begin, end in zip([0, *ends], ends):
-        exact = model(step.tokens[begin:end], step.positions[begin:end], rounded)
-        torch.testing.assert_close(got[begin:end], exact, rtol=2e-4, atol=2e-4)
+    compare_8_bits(model, step, engine.run(step), 0.02)
 
 
 @pytest.mark.parametrize("kind", ["DECODER_BIDIRECTIONAL", "ENCODER_ONLY"])
@@ -260,11 +242,7 @@ def test_the_name_is_a_choice_of_the_server():
 
 
 def test_the_entry_point_names_the_function():
-    tomllib = pytest.importorskip("tomllib")
-    text = (Path(__file__).parents[2] / "packages/strobe-sglang/pyproject.toml").read_text()
-    found = tomllib.loads(text)["project"]["entry-points"]["sglang.srt.plugins"]["strobe"]
-    module, _, name = found.partition(":")
-    assert getattr(__import__(module), name) is register
+    assert entry_point("strobe-sglang", "sglang.srt.plugins") is register
 
 
 @pytest.mark.skipif(not sglang_double.is_real(), reason="SGLang is not importable: there is nothing to compare with")

@@ -35,7 +35,8 @@ from tests.packages.tiny_model import (  # noqa: E402
     Scheduler,
     Step,
     TinyModel,
-    generated,
+    compare_8_bits,
+    entry_point,
     prompts,
 )
 
@@ -58,7 +59,7 @@ def made(layout: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Engine:
-    """What vLLM's runner does with a backend. padded: graphs of a fixed number of tokens and requests."""
+    """Calls the backend as vLLM's runner does. padded: graphs of a fixed number of tokens and requests."""
 
     def __init__(
         self, model: TinyModel, layout: str = "rows first", kv_cache_dtype: str = "auto", padded: bool = False
@@ -110,14 +111,11 @@ class Engine:
         return self.model(tokens, positions, attend)
 
     def serve(self, scheduler: Scheduler) -> None:
-        for step in scheduler.steps():
-            logits = self.run(step)
-            scheduler.compare(step, logits, self.model)
-            scheduler.take(step, logits)
-            for block in scheduler.freed:
-                for cache in self.caches:
-                    cache[block] = 0x7F if cache.dtype == torch.uint8 else torch.nan
-        assert strobe.last_errors() == []
+        scheduler.serve(self.model, self.run, self.fill_with_nan)
+
+    def fill_with_nan(self, blocks: list[int]) -> None:
+        for cache in self.caches:
+            cache[blocks] = 0x7F if cache.dtype == torch.uint8 else torch.nan
 
 
 MODELS = {
@@ -136,8 +134,7 @@ def test_tokens_are_those_of_dense_attention(name, layout):
     model = TinyModel(MODELS[name])
     scheduler = Scheduler(prompts(), NEW, window=model.options.window)
     Engine(model, layout).serve(scheduler)
-    for n, prompt in enumerate(prompts()):
-        assert scheduler.written(n) == generated(model, prompt, NEW), n
+    scheduler.compare_tokens(model)
 
 
 @pytest.mark.parametrize("name", ["plain", "window softcap sinks"])
@@ -152,21 +149,11 @@ def test_batches_padded_for_a_graph_write_the_same_tokens(name):
 
 
 def test_an_8_bit_cache_is_within_its_rounding():
-    """Logits of one step over 8 bits, against a model whose keys and values are rounded the same way."""
     model = TinyModel(Options())
     engine = Engine(model, "heads first", "fp8")
     scheduler = Scheduler(prompts(3), 1, chunk=64)
     step = next(scheduler.steps())
-    got = engine.run(step)
-
-    def rounded(layer, q, k, v):
-        k, v = ((t / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.02 for t in (k, v))
-        return model.dense(layer, q, k, v)
-
-    starts = [0, *torch.tensor(step.news).cumsum(0).tolist()]
-    for begin, end in pairwise(starts):
-        exact = model(step.tokens[begin:end], step.positions[begin:end], rounded)
-        torch.testing.assert_close(got[begin:end], exact, rtol=2e-4, atol=2e-4)
+    compare_8_bits(model, step, engine.run(step), 0.02)
 
 
 def test_a_shared_prefix_is_read_once_and_changes_nothing():
@@ -189,6 +176,10 @@ def test_a_shared_prefix_is_read_once_and_changes_nothing():
     apart, together = engine.run(later), engine.run(later, prefix=BLOCK)
     assert len(whole) == sum(map(len, requests))
     torch.testing.assert_close(apart, together, rtol=1e-5, atol=1e-5)
+    padded = Engine(model, padded=True)
+    padded.caches = engine.caches
+    torch.testing.assert_close(padded.run(later, prefix=BLOCK)[: len(apart)], apart, rtol=1e-5, atol=1e-5)
+    assert strobe.last_errors() == []
 
 
 def test_metadata_holds_what_vllm_updates_in_place():
@@ -241,11 +232,7 @@ def test_what_the_backend_says_of_itself():
 
 
 def test_the_entry_point_names_the_function():
-    tomllib = pytest.importorskip("tomllib")
-    text = (Path(__file__).parents[2] / "packages/strobe-vllm/pyproject.toml").read_text()
-    found = tomllib.loads(text)["project"]["entry-points"]["vllm.general_plugins"]["strobe"]
-    module, _, name = found.partition(":")
-    assert getattr(__import__(module), name) is register
+    assert entry_point("strobe-vllm", "vllm.general_plugins") is register
 
 
 @pytest.mark.skipif(not vllm_double.is_real(), reason="vLLM is not importable: there is nothing to compare with")

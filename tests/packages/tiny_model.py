@@ -6,10 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+import strobe
 
 VOCABULARY, HIDDEN, HEADS, HEADS_KV, HEAD_DIM, LAYERS = 61, 48, 4, 2, 16, 2
 BLOCK, BLOCKS, MOST_BLOCKS = 16, 24, 6
@@ -18,12 +23,12 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v [T, h
 
 @dataclass(frozen=True)
 class Options:
-    """What layers of a model may have. window: keys that a row sees, its own included."""
+    """Options of a model's layers. window: the number of keys that a row sees, its own included."""
 
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    slopes: tuple[float, ...] | None = None  # ALiBi, one a query head
+    slopes: tuple[float, ...] | None = None  # of ALiBi, one for each query head
 
 
 class TinyModel(nn.Module):
@@ -51,7 +56,7 @@ class TinyModel(nn.Module):
         return nn.functional.rms_norm(x, (HIDDEN,)) @ self.embeddings.T
 
     def dense(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of one sequence in float64, by the definition."""
+        """Attention of one sequence by its definition, in float64."""
         q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
         k, v = (t.repeat_interleave(HEADS // HEADS_KV, 0) for t in (k, v))
         scores = q @ k.transpose(1, 2) * HEAD_DIM**-0.5
@@ -99,10 +104,31 @@ class Step(NamedTuple):
     slots: Tensor  # int64 [T]
 
 
+def compare_8_bits(model: TinyModel, step: Step, logits: Tensor, scale: float) -> None:
+    """Compare one step of whole prompts over an 8-bit cache with a model that rounds keys and values the same way."""
+
+    def rounded(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = ((t / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale for t in (k, v))
+        return model.dense(layer, q, k, v)
+
+    for begin, end in pairwise([0, *torch.tensor(step.news).cumsum(0).tolist()]):
+        exact = model(step.tokens[begin:end], step.positions[begin:end], rounded)
+        torch.testing.assert_close(logits[begin:end], exact, rtol=2e-4, atol=2e-4)
+
+
+def entry_point(package: str, group: str) -> object:
+    """The function that a package's entry point `strobe` names."""
+    tomllib = pytest.importorskip("tomllib")
+    text = (Path(__file__).parents[2] / "packages" / package / "pyproject.toml").read_text()
+    module, _, name = tomllib.loads(text)["project"]["entry-points"][group]["strobe"].partition(":")
+    return getattr(__import__(module), name)
+
+
 class Scheduler:
     """Continuous batching: at most `most` requests at a time, prompts in chunks, finished requests free their blocks.
 
-    With a window, blocks that no later token sees are freed, too; the table then holds block 0, which no request has.
+    With a window, blocks that no later token sees are freed, too. Their table entries become block 0, which no request
+    owns.
     """
 
     def __init__(self, requests: list[list[int]], new: int, most: int = 4, chunk: int = 16, window: int | None = None):
@@ -145,6 +171,25 @@ class Scheduler:
             exact = model(torch.tensor(self.sequences[n][:length]), torch.arange(length), model.dense)[-1]
             torch.testing.assert_close(logits[end - 1], exact, rtol=1e-4, atol=1e-4)
 
+    def serve(
+        self,
+        model: TinyModel,
+        run: Callable[[Step], Tensor],
+        on_freed: Callable[[list[int]], None] = lambda blocks: None,
+    ) -> None:
+        """Run all steps, and compare each step's logits with dense attention. on_freed receives freed blocks."""
+        for step in self.steps():
+            logits = run(step)
+            self.compare(step, logits, model)
+            self.take(step, logits)
+            on_freed(self.freed)
+        assert strobe.last_errors() == []
+
+    def compare_tokens(self, model: TinyModel) -> None:
+        """Compare the tokens of all requests with greedy generation by dense attention."""
+        for n, (count, limit) in enumerate(zip(self.prompts, self.limits)):
+            assert self.written(n) == generated(model, self.sequences[n][:count], limit - count), n
+
     def take(self, step: Step, logits: Tensor) -> None:
         """Write the next token of each request whose tokens are all in the cache."""
         self.freed, ends = [], torch.tensor(step.news).cumsum(0).tolist()
@@ -163,7 +208,7 @@ class Scheduler:
     def _release(self, blocks: list[int]) -> None:
         own = [block for block in blocks if block]
         self.freed += own
-        self.free = own + self.free  # the longest free is taken first
+        self.free = own + self.free  # the block that has been free longest is allocated first
 
     def written(self, n: int) -> list[int]:
         return self.sequences[n][self.prompts[n] : self.limits[n]]

@@ -1,7 +1,7 @@
 """SGLang's attention backend on `strobe.attention_paged`: the metadata of a batch, and the layers' calls.
 
-SGLang numbers keys by their place in a pool [slots, H_kv, D]; `req_to_token` maps each request's positions to places.
-With --page-size, the keys of a page follow one another. So the pool is read in place as pages [n, page_size, H_kv, D].
+SGLang stores a key in a slot of a pool [slots, H_kv, D]; `req_to_token` maps each request's positions to slots. The
+slots of a page are adjacent (--page-size), so strobe reads the pool in place as pages [n, page_size, H_kv, D].
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class StrobeMetadata:
     max_seqlen_q: int
     seqlens: Tensor  # int32 [B], the new tokens included
     page_table: Tensor  # int32 [B, max_pages]
-    window_table: Tensor | None  # of the pool of layers with a window, where that is a pool of its own
-    window_slots: Tensor | None  # where the new keys go in that pool
+    window_table: Tensor | None  # page table of the window layers' pool, if they have their own
+    window_slots: Tensor | None  # int64 [T]: slots of the new keys in the window layers' pool
 
 
 class StrobeAttnBackend(AttentionBackend):
@@ -44,7 +44,7 @@ class StrobeAttnBackend(AttentionBackend):
         self.device = self.req_to_token.device
         arguments = getattr(model_runner, "server_args", None)
         self.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
-        # layers with a window may have a pool of their own
+        # maps slots to those of the window layers' pool; None if all layers share one pool
         self.to_window = getattr(self.pool, "translate_loc_from_full_to_swa", None)
         self.forward_metadata: StrobeMetadata | None = None
         self.graphs: dict[tuple[int, int], StrobeMetadata] = {}  # (batch, new tokens of a request) -> static tensors
@@ -53,7 +53,7 @@ class StrobeAttnBackend(AttentionBackend):
     # ------------------------------------------------------------ metadata of a batch
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """For a batch that runs without a graph."""
+        """Compute the metadata of a batch that runs without a graph."""
         news = self._uniform_news(forward_batch)
         if news is None:
             lengths = forward_batch.extend_seq_lens
@@ -91,7 +91,7 @@ class StrobeAttnBackend(AttentionBackend):
         self.forward_metadata = self.graphs[batch, news]
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Lengths and tables from the runner's tensors, by operations that a graph records."""
+        """Compute lengths and tables from the runner's tensors, by operations that a graph records."""
         news, metadata = self._uniform_news(forward_batch), self.forward_metadata
         if metadata is None or news is None:
             raise ValueError("init_forward_metadata_out_graph runs before the graph")
@@ -107,8 +107,8 @@ class StrobeAttnBackend(AttentionBackend):
         return 1
 
     def _uniform_news(self, forward_batch: Any) -> int | None:
-        """The new tokens of each request, where they are equal for all: 1 of a decode, drafted tokens of a
-        verification. None for prefills and mixed batches.
+        """The number of new tokens of each request if it is the same for all: 1 in a decode, the number of drafted
+        tokens in a verification. None for prefills and mixed batches.
         """
         if forward_batch.forward_mode.is_decode_or_idle():
             return 1
@@ -149,14 +149,14 @@ class StrobeAttnBackend(AttentionBackend):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save: bool, options: dict[str, Any]
     ) -> Tensor:
-        """q [T, H_q * D] to out [T, H_q * D_v], after writing k and v to the pool."""
+        """Write k and v to the pool, and return attention of q [T, H_q * D] as [T, H_q * D_v]."""
         metadata = self.forward_metadata
         _check(layer, options)
         if metadata is None:
             raise ValueError("init_forward_metadata runs before the layers of a batch")
         if save and k is not None:
-            place = KVWriteLoc(forward_batch.out_cache_loc, metadata.window_slots)
-            self.pool.set_kv_buffer(layer, place, k, v, layer.k_scale, layer.v_scale)
+            location = KVWriteLoc(forward_batch.out_cache_loc, metadata.window_slots)
+            self.pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
         windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
         table = metadata.window_table if windowed and metadata.window_table is not None else metadata.page_table
         keys, values = self.pool.get_kv_buffer(layer.layer_id)
@@ -185,18 +185,18 @@ class StrobeAttnBackend(AttentionBackend):
         return out.flatten(1)
 
     def _scales(self, layer: Any) -> tuple[Tensor, Tensor]:
-        """The layer's scales as [H_kv], 1 where it has none. They are constants, so they are expanded once."""
+        """The layer's scales as [H_kv], or 1 if it has none. They are constants, so they are expanded once."""
         if layer.layer_id not in self.scales:
-            made = []
+            scales = []
             for scale, heads in ((layer.k_scale, layer.tp_k_head_num), (layer.v_scale, layer.tp_v_head_num)):
-                one = torch.ones((), device=self.device) if scale is None else torch.as_tensor(scale)
-                made.append(one.to(self.device, torch.float32).reshape(-1).expand(heads).contiguous())
-            self.scales[layer.layer_id] = made[0], made[1]
+                given = torch.ones((), device=self.device) if scale is None else torch.as_tensor(scale)
+                scales.append(given.to(self.device, torch.float32).reshape(-1).expand(heads).contiguous())
+            self.scales[layer.layer_id] = scales[0], scales[1]
         return self.scales[layer.layer_id]
 
 
 def _check(layer: Any, options: dict[str, Any]) -> None:
-    """Raise for what would change the result and is not served."""
+    """Raise ValueError for options that change the result and that the backend does not support."""
     if layer.is_cross_attention:
         raise ValueError("strobe's SGLang backend has no cross attention")
     if layer.logit_cap and layer.logit_capping_method != "tanh":

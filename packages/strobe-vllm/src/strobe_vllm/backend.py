@@ -28,7 +28,7 @@ import strobe
 
 FP8 = ("fp8", "fp8_e4m3")
 _WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-MOST_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 256
 
 
 class StrobeAttentionBackend(AttentionBackend):
@@ -39,7 +39,7 @@ class StrobeAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM looks the name up among its own, of which CUSTOM is the plugins'
+        return "CUSTOM"  # a member of AttentionBackendEnum, which vLLM reserves for plugins
 
     @staticmethod
     def get_impl_cls() -> type[StrobeImpl]:
@@ -55,7 +55,7 @@ class StrobeAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return 0 < head_size <= MOST_HEAD_SIZE
+        return 0 < head_size <= MAX_HEAD_SIZE
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -88,18 +88,18 @@ class StrobeAttentionBackend(AttentionBackend):
 
 @dataclass
 class Prefix:
-    """A prefix that all requests of a batch share (cascade attention), and what remains of each."""
+    """A prefix that all requests of a batch share (cascade attention), and the lengths of their other keys."""
 
     pages: int
     offsets: Tensor  # int32 [2]: all queries are one sequence
     length: Tensor  # int32 [1]
-    rest: Tensor  # int32 [num_reqs]: keys behind the prefix
+    rest: Tensor  # int32 [num_reqs]: keys after the prefix
 
 
 @dataclass
 class StrobeMetadata(AttentionMetadata):
-    """A batch, as `strobe.attention_paged` takes it. Nothing is derived from lengths, so a CUDA graph of a layer may be
-    replayed with others.
+    """A batch, as `strobe.attention_paged` takes it. Without a prefix nothing is derived from lengths, so a CUDA graph
+    may be replayed with other lengths.
     """
 
     num_actual_tokens: int
@@ -132,7 +132,7 @@ class StrobeMetadataBuilder(AttentionMetadataBuilder[StrobeMetadata]):
         if common_prefix_len:
             lengths = [0, batch.num_actual_tokens, common_prefix_len]
             counts = torch.tensor(lengths, dtype=torch.int32, device=batch.seq_lens.device)
-            rest = (batch.seq_lens - common_prefix_len).to(torch.int32)
+            rest = (batch.seq_lens - common_prefix_len).clamp(min=0).to(torch.int32)  # padding has length 0
             prefix = Prefix(common_prefix_len // self.block_size, counts[:2], counts[2:], rest)
         return StrobeMetadata(
             num_actual_tokens=batch.num_actual_tokens,
@@ -194,8 +194,8 @@ class StrobeImpl(AttentionImpl[StrobeMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query [num_tokens, H_q, D] to output [num_tokens, H_q, D_v]. Rows behind the batch's last token are padding.
-        attn_metadata: None in vLLM's profiling run.
+        """Write attention of query [num_tokens, H_q, D] to output [num_tokens, H_q, D_v], and return output. Rows after
+        the batch's last token are padding. attn_metadata: None in vLLM's profiling run, whose output is 0.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("strobe does not quantize outputs")
@@ -227,7 +227,7 @@ class StrobeImpl(AttentionImpl[StrobeMetadata]):
             strobe.append(cache, key[:count], value[:count], slots=slot_mapping)
 
     def _bias(self, q: Tensor) -> Any:
-        """The score function of ALiBi, or None. Made once, since slopes are constants."""
+        """The score function of ALiBi, or None. It is built once, because slopes are constants."""
         if self._alibi is None and self.alibi_slopes is not None:
             self._alibi = strobe.alibi(self.alibi_slopes.to(q.device))
         return self._alibi
@@ -237,7 +237,9 @@ class StrobeImpl(AttentionImpl[StrobeMetadata]):
         return {"scale": self.scale, "softcap": self.softcap, "batch_invariant": invariant}
 
     def _window(self, causal: bool) -> tuple[int, int] | None:
-        """vLLM counts a row's own key; without a causal mask the window holds as many keys on the other side."""
+        """strobe's window of a row. vLLM's sliding_window includes the row's own key. Without a causal mask the window
+        has as many keys on the right as on the left.
+        """
         if self.sliding_window is None:
             return None
         return self.sliding_window - 1, 0 if causal else self.sliding_window - 1
@@ -252,8 +254,8 @@ class StrobeImpl(AttentionImpl[StrobeMetadata]):
     def _quant_scales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
         """The layer's scales as [H_kv]. They are constants once the weights are loaded, so they are expanded once."""
         if self._scales is None:
-            one = lambda scale: scale.float().expand(self.num_kv_heads).contiguous()
-            self._scales = (one(layer._k_scale), one(layer._v_scale)) if self.is_fp8 else (None, None)
+            by_head = lambda scale: scale.float().expand(self.num_kv_heads).contiguous()
+            self._scales = (by_head(layer._k_scale), by_head(layer._v_scale)) if self.is_fp8 else (None, None)
         return self._scales
 
     def _encode(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, batch: StrobeMetadata) -> None:
@@ -266,14 +268,14 @@ class StrobeImpl(AttentionImpl[StrobeMetadata]):
         )  # fmt: skip
 
     def _cascade(self, layer: Any, q: Tensor, kv_cache: Tensor, batch: StrobeMetadata, prefix: Prefix) -> Tensor:
-        """The shared prefix for all queries at once, merged with the rest of each request."""
+        """Attention of all queries over the shared prefix, merged with attention over each request's other keys."""
         part = strobe.partial_attention_paged
         shared = self._cache(layer, kv_cache, batch.block_table[:1, : prefix.pages], prefix.length)
         own = self._cache(layer, kv_cache, batch.block_table[:, prefix.pages :], prefix.rest)
-        first = part(q, shared, cu_seqlens_q=prefix.offsets, causal=False, **self._options())
-        second = part(
+        over_prefix = part(q, shared, cu_seqlens_q=prefix.offsets, causal=False, **self._options())
+        over_rest = part(
             q, own, cu_seqlens_q=batch.query_start_loc, max_seqlen_q=batch.max_query_len, causal=batch.causal,
             **self._options(),
         )  # fmt: skip
-        whole = strobe.merge(first, second)
+        whole = strobe.merge(over_prefix, over_rest)
         return (whole if self.sinks is None else strobe.with_sinks(whole, self.sinks)).out
