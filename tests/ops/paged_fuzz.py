@@ -75,13 +75,13 @@ def bounds(call: PagedCall) -> tuple[float, float]:
 
 
 def _worth(pool: Tensor, scale: Tensor | None) -> Tensor:
-    """Keys or values in float64, 0 where there are none."""
+    """Keys or values in float64, with 0 in place of NaN."""
     wide = pool.double().nan_to_num(0.0)
     return wide if scale is None else (wide * scale.double()[..., None]).nan_to_num(0.0)
 
 
 def check(seed: int) -> None:
-    """Compare one batch with the oracle. What no query sees is NaN in it, freed pages before a window too."""
+    """Compare one batch with the oracle. Keys that no query sees are NaN, freed pages before a window among them."""
     case = drawn(seed)
     call = case.build(dtype=torch.float64, seed=seed)
     for one, other, bound in zip(ops_paged.run(call), reference.paged(call), bounds(call)):
@@ -94,34 +94,33 @@ def check(seed: int) -> None:
 
 
 class Form(NamedTuple):
-    """What is constant in compiled kernels; batches of one form differ in everything else."""
+    """Constants of compiled kernels. Batches of one form differ only in lengths, new tokens and page tables."""
 
     page_size: int
     heads: tuple[int, int] = (8, 2)
     head_dim: int = 64
     left: int | None = None
     sinks: bool = False
-    most: int = 64  # new tokens of a sequence; up to 16 a Hopper GPU runs its decode
+    most: int = 64  # largest number of new tokens of a sequence; a Hopper GPU runs its decode up to 16
 
 
 FORMS = (
     Form(16), Form(16, most=1), Form(1, most=16), Form(64, left=40), Form(16, left=20, most=1),
     Form(16, head_dim=128, sinks=True), Form(128, heads=(4, 4), most=8),
 )  # fmt: skip
-EVERY = 5.0  # seconds between lines of progress
+SECONDS_BETWEEN_REPORTS = 5.0
 ROOM = 512  # keys of a sequence at most
 
 
 class Batch(NamedTuple):
     cache: strobe.PagedCache
     offsets: Tensor
-    lengths: Tensor  # on the host, as the next two
-    news: Tensor
-    rows: int
+    lengths: Tensor  # on the host
+    news: Tensor  # on the host
 
 
 class GpuFuzz:
-    """Batches of one form over one pool, whose pages are dealt anew for each batch."""
+    """Batches of one form over one pool. Each batch has another random page table."""
 
     def __init__(self, form: Form, device: str, seed: int = 0):
         self.form, self.device = form, device
@@ -135,7 +134,7 @@ class GpuFuzz:
         self.options = {"window": None if form.left is None else (form.left, 0), "sinks": self.sinks}
 
     def batch(self) -> Batch:
-        """Eight sequences; each has 0 to `most` new tokens and up to ROOM keys. Rows behind the last are padding."""
+        """Eight sequences of 0 to `most` new tokens and up to ROOM keys. Rows after the last offset are padding."""
         g, most = self.generator, self.form.most
         draw = lambda low, high: torch.randint(low, high, (8,), generator=g)
         news = torch.where(draw(0, 4) == 0, draw(0, 2), draw(0, most + 1)).clamp(max=most)
@@ -144,7 +143,7 @@ class GpuFuzz:
         table = torch.randperm(self.n_pages, generator=g)[: 8 * self.columns].view(8, -1).int()
         table, on = table.to(self.device), lambda t: t.int().to(self.device)
         cache = strobe.PagedCache(*self.pools, table, on(lengths))
-        return Batch(cache, on(offsets), lengths, news, len(self.q))
+        return Batch(cache, on(offsets), lengths, news)
 
     def run(self, batch: Batch, **more) -> tuple[Tensor, Tensor]:
         return strobe.attention_paged(
@@ -209,15 +208,15 @@ def main() -> None:
     torch.set_num_threads(1)
     stop = options.seed + options.count
     begin = int(options.state.read_text()) if options.state and options.state.exists() else options.seed
-    since = told = time.monotonic()
+    started = reported = time.monotonic()
     for seed in range(begin, stop):
         check(seed)
-        if seed + 1 < stop and time.monotonic() - told < EVERY:
+        if seed + 1 < stop and time.monotonic() - reported < SECONDS_BETWEEN_REPORTS:
             continue
-        told = time.monotonic()
+        reported = time.monotonic()
         if options.state:
             options.state.write_text(str(seed + 1))
-        rate = (seed + 1 - begin) / (told - since)
+        rate = (seed + 1 - begin) / (reported - started)
         print(f"{seed + 1} of {stop} batches, {rate:.0f} a second", flush=True)
 
 

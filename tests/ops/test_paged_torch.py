@@ -200,7 +200,7 @@ def test_calls_are_replayed_and_equal():
 
 
 def test_out_is_written_without_the_dispatcher_and_checked(device, kernel):
-    """A repeated call with out= has the same checks: other memory, shapes and strides are looked at anew."""
+    """A repeated call with out= checks the memory, shape and strides of out like the first call."""
     q = torch.randn(6, 4, 8, device=device)
     k = torch.randn(2, 16, 2, 8, device=device)
     lengths, offsets = INT(9, 16).to(device), INT(0, 4, 6).to(device)
@@ -225,8 +225,8 @@ def test_out_is_written_without_the_dispatcher_and_checked(device, kernel):
 
 
 def test_a_replay_writes_to_the_given_out(monkeypatch):
-    """The launch that is looked up by out's address runs alone, and out counts as written; other strides are not
-    looked up.
+    """The cached launch of out's address runs, and the version of out increases. An out with other strides has no
+    cached launch.
     """
     seen = []
 
