@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -58,10 +61,56 @@ def test_a_graph_sees_captured_tensors_and_numbers_as_they_are_now():
     assert same() and backend.graphs == 1
     function = _scaled(torch.rand(2), 0.5)  # another tensor
     assert same() and backend.graphs == 1
-    function.__closure__[1].cell_contents = torch.rand(2)  # bound anew
+    function.__closure__[1].cell_contents = torch.rand(2)  # the closure now holds another tensor
     assert same() and backend.graphs == 1
     function = _scaled(slopes, 0.75)  # another number: one more graph
     assert same() and backend.graphs == 2
+
+
+def _switched(switch):
+    return lambda s, b, h, q_idx, kv_idx: s * 3 if switch else s
+
+
+def _by_name(name):
+    return lambda s, b, h, q_idx, kv_idx: s * 3 if name == "triple" else s
+
+
+def _through(inner):
+    return lambda s, b, h, q_idx, kv_idx: inner(s)
+
+
+def _of_object(settings):
+    return lambda s, b, h, q_idx, kv_idx: s * 3 if settings.on else s
+
+
+@pytest.mark.parametrize(
+    ("make", "before", "after"),
+    [
+        (_switched, True, False),
+        (_switched, None, True),
+        (_by_name, "triple", "same"),
+        (_through, lambda s: s * 3, lambda s: s - 1),
+        (_of_object, SimpleNamespace(on=True), SimpleNamespace(on=False)),
+    ],
+    ids=["bool", "None", "string", "function", "attribute"],
+)
+def test_a_captured_constant_that_changes_compiles_another_graph(make, before, after):
+    tensors, backend = _tensors(False), Counted()
+    torch.compiler.reset()
+    function = make(before)
+    run = lambda q, k, v: strobe.attention(q, k, v, score_mod=function)
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(*tensors), run(*tensors))
+    function.__closure__[0].cell_contents = after
+    assert torch.equal(compiled(*tensors), run(*tensors)) and backend.graphs == 2
+
+
+def test_a_captured_integer_beyond_float64_is_compiled():
+    most, tensors = sys.maxsize, _tensors(False)
+    function = lambda s, b, h, q_idx, kv_idx: s * min(most, 2)
+    torch.compiler.reset()
+    run = lambda q, k, v: strobe.attention(q, k, v, score_mod=function)
+    assert torch.equal(torch.compile(run, backend="eager", fullgraph=True)(*tensors), run(*tensors))
 
 
 def _near(b, h, q_idx, kv_idx):

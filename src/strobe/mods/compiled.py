@@ -1,8 +1,9 @@
 """Functions inside torch.compile: traced while the graph is compiled, with what they capture read by the graph.
 
-Dynamo calls `_plan` with the function itself and takes its text as a constant. The tensors and numbers that the
-function captures are then looked up step by step in code that Dynamo follows, so that each gets its own guard: a graph
-sees a tensor that is bound anew, and a changed number compiles a graph of its own.
+Dynamo calls `_plan` with the function itself and takes its text as a constant. `bind_compiled` then looks up each value
+that the function captures, step by step, in code that Dynamo follows, so Dynamo guards each value. A graph reads a
+tensor that replaces a captured one. Any other value that changes (a number, a bool, a string, a function) compiles
+another graph.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .cache import TRACES
 from .captures import attributes, captured, is_filled, names_in
 from .trace import MASK_INPUTS, SCORE_INPUTS
 
+_CHANGED = "a value that score_mod or a mask captures has changed while it was compiled"
 _PART, _ITEM, _STEP, _VALUE = "\x1c", "\x1d", "\x1e", "\x1f"
 
 
@@ -34,13 +36,25 @@ class BoundScore(NamedTuple):
 
 def bind_compiled(function: Callable, gradient: bool, is_score: bool = True) -> BoundScore:
     """The programs of a function and what it captures, inside torch.compile."""
-    text, derivative, tensors, numbers, known = _plan(function, gradient, is_score).split(_PART)
+    text, derivative, tensors, numbers, known, constants, functions = _plan(function, gradient, is_score).split(_PART)
+    # the comparisons are guards: the program may hold these values
     for one in known.split(_ITEM) if known else ():
         steps, value = one.split(_VALUE)
-        if _follow(function, steps) != float(value):  # a guard: the program may hold the number
-            raise UnsupportedProblem("a number that score_mod or a mask captures has changed while it was compiled")
+        if _follow(function, steps) != _number(value):
+            raise UnsupportedProblem(_CHANGED)
+    for one in constants.split(_ITEM) if constants else ():
+        steps, value = one.split(_VALUE)
+        if repr(_follow(function, steps)) != value:
+            raise UnsupportedProblem(_CHANGED)
+    for steps in functions.split(_ITEM) if functions else ():
+        if _follow(function, steps).__code__ is None:
+            raise UnsupportedProblem(_CHANGED)
     read = tuple([_follow(function, steps) for steps in tensors.split(_ITEM)]) if tensors else ()
     return BoundScore(text, derivative, read, tuple(map(float, numbers.split(_ITEM))) if numbers else ())
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
 def _follow(value: Any, steps: str) -> Any:
@@ -59,39 +73,46 @@ def _follow(value: Any, steps: str) -> Any:
 
 @constant_while_compiling
 def _plan(function: Callable, gradient: bool, is_score: bool) -> str:
-    """Text of the function's program and of its gradient's, places of captured tensors, values of the program's
-    numbers, and the places and values of all numbers that the function captures.
+    """The texts of the function's program and of its gradient's, places of captured tensors, values of the program's
+    numbers, places and values of all captured numbers, those of other captured constants, and places of captured
+    functions.
     """
     bound = TRACES.bind(function, SCORE_INPUTS if is_score else MASK_INPUTS, gradient)
     values = captured(function).numbers
-    places = dict(_places(function, "", (), set()))
-    if any(one not in places for one in (*map(id, bound.tensors), *(path for path, _ in values))):
+    found = list(_captures(function, "", (), set()))
+    tensors = {id(value): place for _, place, value in found if isinstance(value, Tensor)}
+    numbers = {path: place for path, place, _ in found}
+    if any(id(one) not in tensors for one in bound.tensors) or any(path not in numbers for path, _ in values):
         name = getattr(function, "__qualname__", type(function).__name__)
         how = f"strobe.{'score' if is_score else 'mask'}_mod({name})"
         raise UnsupportedProblem(f"{name} captures values that torch.compile does not see; make {how} before compiling")
+    is_constant = lambda value: value is None or isinstance(value, (bool, str))
     return _PART.join((
         bound.trace.program.text,
         bound.trace.gradient.text if bound.trace.gradient else "",
-        _ITEM.join(places[id(tensor)] for tensor in bound.tensors),
+        _ITEM.join(tensors[id(tensor)] for tensor in bound.tensors),
         _ITEM.join(map(repr, bound.numbers)),
-        _ITEM.join(f"{places[path]}{_VALUE}{value!r}" for path, value in values),
+        _ITEM.join(f"{numbers[path]}{_VALUE}{value!r}" for path, value in values),
+        _ITEM.join(f"{place}{_VALUE}{value!r}" for _, place, value in found if is_constant(value)),
+        _ITEM.join(place for _, place, value in found if place and isinstance(value, FunctionType)),
     ))  # fmt: skip
 
 
-def _places(value: Any, path: str, steps: Sequence[str], met: set[int]) -> Iterator[tuple[int | str, str]]:
-    """(id of a tensor or path of a number, steps) of what a function captures. Paths are those of `captured`."""
-    if isinstance(value, Tensor):
-        yield id(value), _STEP.join(steps)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield path, _STEP.join(steps)
-    elif id(value) not in met:
+def _captures(value: Any, path: str, steps: Sequence[str], met: set[int]) -> Iterator[tuple[str, str, Any]]:
+    """(path, place, value) of a function and of all that it captures. Paths are those of `captured`; a place is the
+    text of steps that `_follow` reads.
+    """
+    is_leaf = value is None or isinstance(value, (Tensor, int, float, str))
+    if is_leaf or id(value) not in met:
+        yield path, _STEP.join(steps), value
+    if not is_leaf and id(value) not in met:
         met.add(id(value))
         for name, step, part in _parts(value):
-            yield from _places(part, f"{path}.{name}", (*steps, step), met)
+            yield from _captures(part, f"{path}.{name}", (*steps, step), met)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, str, Any]]:
-    """(name, step, part)"""
+    """(name, step from the value to the part, part) of what a function or object holds."""
     if isinstance(value, FunctionType):
         for n, (name, cell) in enumerate(zip(value.__code__.co_freevars, value.__closure__ or ())):
             yield from [(name, f"c{n}", cell.cell_contents)] if is_filled(cell) else []
