@@ -229,3 +229,31 @@ def test_texts_are_canonical():
     assert Program.parse(program.text).text == program.text
     assert Program.parse(program.gradient).text == program.gradient
     assert TRACES.bind(lambda b, h, q, k: k <= q, MASK_INPUTS).trace.program.text.endswith("out 2")
+
+
+def _written_through_a_view(score, b, h, q_idx, kv_idx):
+    tripled = score * 1
+    tripled[None].mul_(3)
+    return tripled
+
+
+def _read_before_its_base_was_written(score, b, h, q_idx, kv_idx):
+    tripled = score * 1
+    view = tripled[None]
+    tripled.mul_(3)
+    return view[0]
+
+
+@pytest.mark.parametrize("function", [_written_through_a_view, _read_before_its_base_was_written])
+def test_a_write_in_place_that_another_view_reads_is_refused(function):
+    with pytest.raises(strobe.UnsupportedProblem, match="wrote to a view"):
+        _bind(function)
+
+
+def test_writes_in_place_to_the_tensor_that_is_read_are_traced():
+    def function(score, b, h, q_idx, kv_idx):
+        tripled = score[None][0]
+        return tripled.mul_(3).add_(1)
+
+    plain = _bind(lambda score, b, h, q_idx, kv_idx: score * 3 + 1)[0]
+    assert _bind(function)[0].trace.program.text == plain.trace.program.text

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..problem.torch_private import TorchDispatchMode
+from .rules import Refused
 
 INPUT, TENSOR, CALL = "input", "tensor", "call"
 
@@ -56,11 +57,14 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.nodes: list[Node] = []
         self._last: dict[int, Node] = {}  # by id of a tensor, which its node keeps alive
+        self._stale: dict[int, str] = {}  # operation that wrote to the tensor's memory through another tensor, by id
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given, named = self._as_nodes(args), {name: self._as_nodes(one) for name, one in kwargs.items()}
         result = function(*args, **kwargs)
+        if function._schema.is_mutable:
+            self._mark_stale(function, result)
         node = Node(CALL, function, given, named, result)
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor):
@@ -74,6 +78,16 @@ class _Recorder(TorchDispatchMode):
             return type(argument)(map(self._as_nodes, argument))
         return argument
 
+    def _mark_stale(self, function: Any, written: Any) -> None:
+        """Other tensors in the memory that an in-place operation wrote: their nodes do not have its result."""
+        if isinstance(written, Tensor):
+            memory = written.untyped_storage()._cdata
+            for node in self.nodes:
+                for other in node.value if isinstance(node.value, (tuple, list)) else (node.value,):
+                    is_other = isinstance(other, Tensor) and other is not written
+                    if is_other and other.untyped_storage()._cdata == memory:
+                        self._stale[id(other)] = str(function)
+
     def add(self, node: Node, tensor: Tensor) -> None:
         """From now on the tensor is the node's value: an operation in place gives it another one."""
         if not self.nodes or self.nodes[-1] is not node:
@@ -81,6 +95,10 @@ class _Recorder(TorchDispatchMode):
         self._last[id(tensor)] = node
 
     def node_of(self, tensor: Tensor) -> Node:
+        if id(tensor) in self._stale:
+            operation = self._stale[id(tensor)]
+            name = operation.removeprefix("aten.").partition(".")[0].removesuffix("_")
+            raise Refused(f"reads a tensor after {operation} wrote to a view of it", name)
         known = self._last.get(id(tensor))
         if known is None:
             known = Node(TENSOR, tensor, (), {}, tensor)
