@@ -58,6 +58,13 @@ def test_arguments_that_are_not_served_are_refused(name):
         attention_module.attention(nn.Identity(), q, q, q, None, **{name: torch.ones(1)})
 
 
+def test_a_position_bias_over_pages_is_refused():
+    q, pages = torch.zeros(1, 2, 3, 8), torch.zeros(1, 4, 2, 8)
+    over_pages = {"block_table": torch.zeros(3, 1, dtype=torch.int32), "k_cache": pages, "v_cache": pages}
+    with pytest.raises(NotImplementedError, match=r"^position_bias: got one beside block_table"):
+        attention_module.attention(nn.Identity(), q, q, q, None, position_bias=torch.zeros(1, 2, 3, 4), **over_pages)
+
+
 def test_offsets_that_contradict_the_rest_are_refused():
     made, ends = model("llama"), offsets()
     with pytest.raises(ValueError, match=r"^cu_seq_lens_q: got a batch of 2"):

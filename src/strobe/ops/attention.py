@@ -114,10 +114,10 @@ def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None
 
 def _forward(call: Call, choice: Choice[Problem] | None = None) -> tuple[Tensor, Tensor]:
     choice = choice or decide(call)
-    return replay_forward(choice, *call[:3], () if call.plain else call.optionals) or _forward_anew(call, choice)
+    return replay_forward(choice, *call[:3], () if call.plain else call.optionals) or _allocate_and_write(call, choice)
 
 
-def _forward_anew(call: Call, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
+def _allocate_and_write(call: Call, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
     out, lse = [
         call.q.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in choice.problem.outputs
     ]
@@ -333,7 +333,7 @@ class _Plain(torch.autograd.Function):
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scalars: tuple, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:
-    return replay_forward(choice, q, k, v) or _forward_anew(Call(q, k, v, *scalars), choice)
+    return replay_forward(choice, q, k, v) or _allocate_and_write(Call(q, k, v, *scalars), choice)
 
 
 def _plain_gradients(ctx, dout):

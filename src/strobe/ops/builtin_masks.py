@@ -1,8 +1,8 @@
-"""Calls whose mask function is a built-in mask, in whole or in part, as calls with that mask.
+"""Replaces a mask function that is a built-in mask, in full or in part, by that mask.
 
-The kernels of windows, prefixes and documents know which keys a tile visits from numbers, evaluate no function, and
-choose their tiles for the mask. `mods.recognize` finds the masks in the program. Their tensors are made on the device
-and kept while the captured tensors stay the same.
+The kernels of windows, prefixes and documents compute which keys a tile visits from the mask's numbers, evaluate no
+function, and choose their tiles for the mask. `mods.recognize` finds the masks in the function's program. The tensors
+of these masks are made on the device and kept while the captured tensors do not change.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def simplified(call: Call) -> Call:
 
 
 def with_builtin_mask(call: Call) -> Call:
-    """The call with what its mask function has of built-in masks in the call's own fields; the same call if there is
-    nothing. A call without other functions has no `mods` then. What was found for a mask is kept while the tensors that
-    it captures stay the same.
+    """The call with the built-in masks of its mask function in the call's own fields. A call without such masks is
+    returned as it is. A call that needs no function any more has no `mods`. The result for a mask is kept while the
+    tensors that it captures do not change.
     """
     mods = call.mods
     if mods is None or not mods.texts.mask or not _is_plain((call.q, *mods.mask_tensors)):
@@ -68,7 +68,9 @@ _AT = [Call._fields.index(name) for name in _MASK_FIELDS]
 
 
 def _key_of(call: Call) -> tuple | None:
-    """What the built-in part of a call's mask function follows from; None where it is found anew."""
+    """Key of what `_taken` finds for a call. None for calls whose result is not kept: packed calls, calls that have
+    built-in masks beside the function, calls in a CUDA graph, and tensors without a version.
+    """
     mods = call.mods
     if mods is None or call.packed or call.prefix is not None or call.key_lengths is not None or call.ids_q is not None:
         return None
@@ -102,7 +104,7 @@ def _taken(call: Call, mods: Mods) -> Call:
     if found.rest is not None and found.left is None and found.right is None:
         return call
     mask = _mask(call, found)
-    if mask is None:  # ids of documents that lie scattered: a window is all that is taken
+    if mask is None:  # a document is not one run of positions: take only the window
         found = recognize(mods.texts.mask, mods.mask_numbers, lengths, False)
         if found.left is None and found.right is None:
             return call
@@ -152,7 +154,7 @@ def _may_have_ranges(call: Call) -> bool:
 
 
 def _mask(call: Call, found: Recognized) -> Mask | None:
-    """The built-in mask; None if its documents are not runs of positions, or if that cannot be known."""
+    """The built-in mask. None if a document is not one run of positions, or if the host must not read whether it is."""
     mods = call.mods
     if mods is None:
         raise KernelFault("a mask without a function")
@@ -208,10 +210,10 @@ def _limit(call: Call, limits: Sequence[Limit]) -> Tensor:
 
 
 def _documents(call: Call, alike: Alike) -> tuple[Tensor, ...]:
-    """The tensors of `Documents`; none where a document is not one run of positions.
+    """The tensors of `Documents`; an empty tuple if a document is not one run of positions.
 
-    Ids may be any integers, and documents' ids are int32 from 0 on: an id becomes its first place among all ids in
-    order. On a GPU the host waits for the answer.
+    A function's ids may be any integers, and `Documents` needs int32 ids from 0 on, so an id becomes its first index
+    among all sorted ids. On a GPU the host waits for the result.
     """
     values = [_values(call, program, side) for program, side in ((alike.queries, "q"), (alike.keys, "k"))]
     ordered = torch.cat([value.to(torch.int64) for value in values], 1).sort(dim=1).values

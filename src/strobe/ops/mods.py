@@ -130,7 +130,7 @@ def _run_directly(choice: Choice[Problem], call: Call, mods: Mods) -> tuple[Tens
     """The body of FORWARD without the dispatcher: a launch that was recorded at these addresses, if there is one."""
     launches = None if mods.texts.max_scores else launches_here(choice.forward, call.q)
     if not launches:
-        return _forward_anew(choice, call)
+        return _allocate_and_write(choice, call)
     out, lse = [empty_here(*kind) for kind in choice.problem.outputs]
     launch = launches.get(forward_addresses(call, out, lse))
     if launch is not None and launch():
@@ -167,10 +167,10 @@ def _received(flat: tuple) -> Call:
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = _received(flat)
-    return _forward_anew(decide(call), call)
+    return _allocate_and_write(decide(call), call)
 
 
-def _forward_anew(choice: Choice[Problem], call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate_and_write(choice: Choice[Problem], call: Call) -> tuple[Tensor, Tensor, Tensor]:
     out, lse = [
         call.q.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in choice.problem.outputs
     ]

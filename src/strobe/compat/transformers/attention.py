@@ -53,6 +53,7 @@ def attention(
         )
     q, k, v = (rows_contiguous(t.transpose(1, 2)) for t in (query, key, value))
     if keywords.get("block_table") is not None:
+        _refuse_biases(keywords, "block_table")
         own = {"scale": scaling, "softcap": keywords.get("softcap") or None, "sinks": keywords.get("s_aux")}
         return paged.decode((q[0], k[0], v[0]), keywords, own)[None], None
     options = {
@@ -64,7 +65,7 @@ def attention(
     if attention_mask is not None and is_dense(attention_mask):
         return _dense(attention_mask, (q, k, v), keywords, options), None
     if attention_mask is None:
-        layer_mask = _told(module, k.shape[1], keywords)
+        layer_mask = _mask_from_keywords(module, k.shape[1], keywords)
     else:
         layer_mask = LayerMask.from_tensor(attention_mask, q.shape[0], q.shape[1], k.shape[1])
     options["causal"], options["window"] = _band(module, layer_mask.band, attention_mask is not None, keywords)
@@ -105,7 +106,7 @@ def _dense(
 # ---------------------------------------------------------------- the band
 
 
-def _told(module: nn.Module, seqlen_k: int, keywords: dict[str, Any]) -> LayerMask:
+def _mask_from_keywords(module: nn.Module, seqlen_k: int, keywords: dict[str, Any]) -> LayerMask:
     """The LayerMask of a layer without attention_mask: from is_causal and sliding_window, as in transformers' own
     functions.
     """
