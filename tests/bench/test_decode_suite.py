@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strobe.bench import decode, run
+from strobe.bench import cold, decode, run
 
 CPU = torch.device("cpu")
 OPTIONS = run.Options(CPU, rounds=2, sample_ms=0.0)
@@ -18,7 +18,7 @@ SMALL_DECODE = decode.DecodeCase("b2_100", 2, 100, heads_q=4, heads_kv=2, head_d
 
 
 def test_decode_is_measured_over_cold_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "COLD_BYTES", 100_000)
+    monkeypatch.setattr(cold, "COLD_BYTES", 100_000)
     assert SMALL_DECODE.copies == 2  # 2 * 2 * 100 * 2 * 16 * 4 = 51,200 bytes each
     seen = []
     plain = decode.interface.attention_decode
@@ -35,7 +35,7 @@ def test_decode_is_measured_over_cold_caches(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_decode_in_8_bits_has_no_rival_and_a_wrong_rival_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "COLD_BYTES", 1)
+    monkeypatch.setattr(cold, "COLD_BYTES", 1)
     row = decode.measure(replace(SMALL_DECODE, fp8=True), decode.pick([], CPU), OPTIONS)
     assert row["rivals"] == {} and "8 bits" in row["refused"]["sdpa"] and row["ms"] > 0
     right, wrong = decode.RIVALS["cpu"]["sdpa"], lambda rows: lambda: torch.zeros_like(rows[0])
@@ -46,6 +46,6 @@ def test_decode_in_8_bits_has_no_rival_and_a_wrong_rival_is_refused(monkeypatch:
 def test_the_decode_suite() -> None:
     assert len({case.name for case in decode.SUITE}) == len(decode.SUITE) == 9
     assert all(
-        case.copies * 2 * case.batch * case.keys * 8 * 128 * (1 if case.fp8 else 2) >= decode.COLD_BYTES
+        case.copies * 2 * case.batch * case.keys * 8 * 128 * (1 if case.fp8 else 2) >= cold.COLD_BYTES
         for case in decode.SUITE
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strobe.bench import paged, run
+from strobe.bench import cold, paged, run
 from strobe.cli.main import main
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ SMALL = paged.PagedBenchCase("small", ((2, 40, 5), (1, 16, 1)), heads_q=4, heads
 
 @pytest.fixture(name="cold", autouse=True)
 def _cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "COLD_BYTES", 40_000)
+    monkeypatch.setattr(cold, "COLD_BYTES", 40_000)
 
 
 def test_a_mix_is_measured_over_cold_caches(monkeypatch: pytest.MonkeyPatch) -> None:

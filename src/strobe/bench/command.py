@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -156,14 +158,7 @@ def _decode(arguments: argparse.Namespace, options: Options) -> int:
         )
         return 0
     rivals = decode.pick([name for name in arguments.rivals.split(",") if name], options.device)
-    with ExitStack() as stack:
-        followed = table.follow(cases, "bench decode")
-        found = list(
-            written((decode.measure(case, rivals, options) for case in followed), opened(arguments.json, stack))
-        )
-    if arguments.json != "-":
-        table.bench(found)
-    return 0 if all(row["ms"] for row in found) else 1
+    return _measured(cases, partial(decode.measure, rivals=rivals, options=options), arguments)
 
 
 def _mods(arguments: argparse.Namespace, options: Options) -> int:
@@ -176,13 +171,7 @@ def _mods(arguments: argparse.Namespace, options: Options) -> int:
         print(names) if arguments.json else table.show(["case", "B", "S", "H", "D"], lines)
         return 0
     rivals = mods.pick([name for name in arguments.rivals.split(",") if name], options.device)
-    with ExitStack() as stack:
-        followed = table.follow(cases, "bench mods")
-        measured = (mods.measure(case, rivals, options) for case in followed)
-        found = list(written(measured, opened(arguments.json, stack)))
-    if arguments.json != "-":
-        table.bench(found)
-    return 0 if all(row["ms"] for row in found) else 1
+    return _measured(cases, partial(mods.measure, rivals=rivals, options=options), arguments)
 
 
 def _paged(arguments: argparse.Namespace, options: Options) -> int:
@@ -196,10 +185,14 @@ def _paged(arguments: argparse.Namespace, options: Options) -> int:
         print(names) if arguments.json else table.show(heads, lines)
         return 0
     rivals = paged.pick([name for name in arguments.rivals.split(",") if name], options.device)
+    return _measured(cases, partial(paged.measure, rivals=rivals, options=options), arguments)
+
+
+def _measured(cases: Sequence, measure: Callable[..., dict], arguments: argparse.Namespace) -> int:
+    """Measure each case, write its row and print the table. Returns 1 if strobe has no time for a case, else 0."""
     with ExitStack() as stack:
-        followed = table.follow(cases, "bench paged")
-        measured = (paged.measure(case, rivals, options) for case in followed)
-        found = list(written(measured, opened(arguments.json, stack)))
+        followed = table.follow(cases, f"bench {arguments.suite}")
+        found = list(written((measure(case) for case in followed), opened(arguments.json, stack)))
     if arguments.json != "-":
         table.bench(found)
     return 0 if all(row["ms"] for row in found) else 1

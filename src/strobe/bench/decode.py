@@ -7,7 +7,7 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,18 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..errors import InvalidProblem
 from ..interface import decode as interface
 from ..problem.cache import PagedCache, quantize_kv
-from ..selection.select import Choice
-from . import roofline
-from .attempt import Attempt
+from . import cold
 from .cases import chosen
-from .run import Contender, Options, _drop_wrong, _short, circumstances, versions_of
-from .timer import Function, Timing, as_graph, interleave
+from .rivals import named
+from .run import Options
 
-# least bytes of caches in a sample: five times the L2 of an H200 (50 MB), twice that of a B200 (126 MB)
-COLD_BYTES = 256 * 2**20
 Rows = tuple[Tensor, Tensor, Tensor]  # q [B, 1, H_q, D], k and v [B, S, H_kv, D]
 Prepare = Callable[[Rows], Callable[[], Tensor]]
 
@@ -53,7 +48,7 @@ class DecodeCase:
     def copies(self) -> int:
         """The number of caches that one sample runs over."""
         held = 2 * self.batch * self.keys * self.heads_kv * self.head_dim * (1 if self.fp8 else self.dtype.itemsize)
-        return max(1, ceil(COLD_BYTES / held))
+        return max(1, ceil(cold.COLD_BYTES / held))
 
     def inputs(self, device: torch.device, count: int = 1) -> list[tuple[Rows, PagedCache]]:
         """`count` layers: dense rows and a cache of shuffled pages each. All share one page table and lengths, as the
@@ -137,11 +132,7 @@ def pick(names: list[str], device: torch.device) -> dict[str, Prepare]:
     >>> list(pick([], torch.device("cpu")))
     ['sdpa']
     """
-    known = RIVALS[device.type]
-    for name in names:
-        if name not in known:
-            raise InvalidProblem("rivals", repr(name), f"names among {', '.join(known)}", "separate them by commas")
-    return {name: known[name] for name in names or known}
+    return named(names, RIVALS[device.type])
 
 
 # ---------------------------------------------------------------- one case -> one row
@@ -151,69 +142,12 @@ def measure(case: DecodeCase, rivals: dict[str, Prepare], options: Options) -> d
     """Measure a case with strobe and every rival. "refused" in the row names rivals that cannot run it, with
     reasons.
     """
-    on_gpu = options.device.type == "cuda"
-    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(options.device)) if on_gpu else nullcontext():
+    keywords: dict = dict(batch_invariant=case.batch_invariant, kernel=options.kernel)
+    ours = lambda rows, cache: lambda: interface.attention_decode(rows[0], cache, **keywords)
+    with torch.no_grad(), cold.side_stream(options.device):
         inputs = case.inputs(options.device, case.copies)
-        keywords: dict = dict(batch_invariant=case.batch_invariant, kernel=options.kernel)
-        ours = lambda rows, cache: lambda: interface.attention_decode(rows[0], cache, **keywords)
-        refused = dict.fromkeys(rivals, "reads no keys of 8 bits") if case.fp8 else {}
-        ready: dict[str, Contender] = {}
-        for name, prepare in (*((n, p) for n, p in rivals.items() if n not in refused), ("strobe", None)):
-            with Attempt() as attempt:
-                calls = [ours(rows, cache) if prepare is None else prepare(rows) for rows, cache in inputs]
-                ready[name] = Contender(_all(calls, on_gpu), (calls[0](),))
-            if attempt.reason:
-                refused[name] = attempt.reason
-        error = _drop_wrong(ready, refused, case.dtype, "strobe")
-        functions = {name: ready[name].function for name in sorted(ready, key=lambda name: name != "strobe")}
-        times = interleave(functions, options.device, options.rounds, options.sample_ms)
+        found = cold.measured(case, inputs, ours, rivals, options)
         rows, cache = inputs[0]
-        choice = interface.explain_decode(rows[0], cache, **keywords) if "strobe" in times else None
-    return _row(case, choice, times, options) | {"refused": refused, "relative_error": error}
-
-
-def _all(calls: Sequence[Function], on_gpu: bool) -> Function:
-    def function() -> None:
-        for call in calls:
-            call()
-
-    return as_graph(function) if on_gpu else function
-
-
-def _row(case: DecodeCase, choice: Choice | None, times: dict[str, Timing], options: Options) -> dict:
-    """The row, with the fields of `run.measure`. Times are those of one call: the time of a sample divided by its
-    number of caches.
-    """
-    target = roofline.ceiling(options.device, case.dtype)
-    each = {name: Timing(*(ms / case.copies for ms in timing)) for name, timing in times.items()}
-    rivals = {name: _short(timing.median_ms) for name, timing in each.items() if name != "strobe"}
-    row: dict = {"case": case.name, "direction": "decode", "dtype": str(case.dtype).removeprefix("torch.")}
-    row |= dict.fromkeys(("kernel", "config", "ms", "tflops", "percent_of_ceiling", "ratio", "flops", "gbps"))
-    if choice is not None:
-        plan, mine = choice.forward, each["strobe"].median_ms
-        work = plan.kernel.cost(choice.problem)
-        row |= {"kernel": plan.kernel.name, "config": str(plan.config), "ms": _short(mine), "flops": work.flops}
-        row |= {
-            "tflops": _short(roofline.tflops(work, mine)),
-            "percent_of_ceiling": _short(roofline.percent(work, target, mine)),
-        }
-        row |= {
-            "gbps": _short(work.moved_bytes / mine / 1e6),
-            "ratio": _short(min(rivals.values()) / mine) if rivals else None,
-        }
-    row |= {
-        "rivals": rivals,
-        "versions": versions_of(rivals),
-        "spread": {name: [_short(t.low_ms), _short(t.high_ms)] for name, t in each.items()},
-    }
-    row |= {
-        "timing": "graph" if options.device.type == "cuda" else "eager",
-        "l2": "cold",
-        "caches": case.copies,
-        "rounds": options.rounds,
-    }
-    return (
-        row
-        | {"peak_tflops": _short(target.peak_tflops), "peak_gbps": _short(target.peak_gbps)}
-        | circumstances(options.device)
-    )
+        choice = interface.explain_decode(rows[0], cache, **keywords) if "strobe" in found.times else None
+    work = choice.forward.kernel.cost(choice.problem) if choice is not None else None
+    return cold.row(case, "decode", choice, work, found, options)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InvalidProblem
 from ..interface import attention as interface
 from ..mods.mask import mask_mod
 from ..mods.score import alibi
@@ -25,6 +24,7 @@ from ..problem.torch_private import without_donated_buffers
 from . import roofline
 from .attempt import Attempt
 from .cases import Inputs, chosen
+from .rivals import named
 from .run import Contender, Options, _backward, _drop_wrong, _short, circumstances
 from .timer import Timing, interleave
 
@@ -262,10 +262,7 @@ def pick(names: list[str], device: torch.device) -> dict[str, Prepare]:
     >>> list(pick([], torch.device("cpu")))
     ['built_in']
     """
-    for name in names:
-        if name not in RIVALS:
-            raise InvalidProblem("rivals", repr(name), f"names among {', '.join(RIVALS)}", "separate them by commas")
-    return {name: RIVALS[name] for name in names or HOME[device.type]}
+    return named(names or HOME[device.type], RIVALS)
 
 
 # ---------------------------------------------------------------- one case -> one row

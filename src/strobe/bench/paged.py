@@ -8,7 +8,6 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
@@ -18,18 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InvalidProblem
 from ..interface import attention as interface_attention
 from ..interface import paged as interface
 from ..kernels.protocol import Cost
 from ..problem.cache import PagedCache, quantize_kv
-from ..selection.select import Choice
-from . import roofline
-from .attempt import Attempt
+from . import cold
 from .cases import chosen
-from .decode import COLD_BYTES, _all
-from .run import Contender, Options, _drop_wrong, _short, circumstances, versions_of
-from .timer import Timing, interleave
+from .rivals import named
+from .run import Options
 
 
 class Rows(NamedTuple):
@@ -72,7 +67,7 @@ class PagedBenchCase:
     def copies(self) -> int:
         """The number of caches that one sample runs over."""
         held = 2 * sum(self.lengths) * self.heads_kv * self.head_dim * (1 if self.fp8 else self.dtype.itemsize)
-        return max(1, ceil(COLD_BYTES / held))
+        return max(1, ceil(cold.COLD_BYTES / held))
 
     @property
     def cost(self) -> Cost:
@@ -167,11 +162,7 @@ def pick(names: list[str], device: torch.device) -> dict[str, Prepare]:
     >>> list(pick([], torch.device("cpu")))
     ['varlen']
     """
-    known = RIVALS[device.type]
-    for name in names:
-        if name not in known:
-            raise InvalidProblem("rivals", repr(name), f"names among {', '.join(known)}", "separate them by commas")
-    return {name: known[name] for name in names or known}
+    return named(names, RIVALS[device.type])
 
 
 # ---------------------------------------------------------------- one case -> one row
@@ -181,56 +172,16 @@ def measure(case: PagedBenchCase, rivals: dict[str, Prepare], options: Options) 
     """Measure a case with strobe and every rival. "refused" in the row names rivals that cannot run it, with
     reasons.
     """
-    on_gpu = options.device.type == "cuda"
     keywords: Callable[[Rows], dict[str, Any]] = lambda rows: {
         "cu_seqlens_q": rows.cu_seqlens_q,
         "max_seqlen_q": rows.most_q,
         "kernel": options.kernel,
     }
-    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(options.device)) if on_gpu else nullcontext():
+    call: Any = interface.attention_paged
+    ours = lambda rows, cache: lambda: call(rows.q, cache, **keywords(rows))
+    with torch.no_grad(), cold.side_stream(options.device):
         inputs = case.inputs(options.device, case.copies)
-        call: Any = interface.attention_paged
-        ours = lambda rows, cache: lambda: call(rows.q, cache, **keywords(rows))
-        refused = dict.fromkeys(rivals, "reads no keys of 8 bits") if case.fp8 else {}
-        ready: dict[str, Contender] = {}
-        for name, prepare in (*((n, p) for n, p in rivals.items() if n not in refused), ("strobe", None)):
-            with Attempt() as attempt:
-                calls = [ours(rows, cache) if prepare is None else prepare(rows) for rows, cache in inputs]
-                ready[name] = Contender(_all(calls, on_gpu), (calls[0](),))
-            if attempt.reason:
-                refused[name] = attempt.reason
-        error = _drop_wrong(ready, refused, case.dtype, "strobe")
-        functions = {name: ready[name].function for name in sorted(ready, key=lambda name: name != "strobe")}
-        times = interleave(functions, options.device, options.rounds, options.sample_ms)
+        found = cold.measured(case, inputs, ours, rivals, options)
         rows, cache = inputs[0]
-        choice = interface.explain_paged(rows.q, cache, **keywords(rows)) if "strobe" in times else None
-    return _row(case, choice, times, options) | {"refused": refused, "relative_error": error}
-
-
-def _row(case: PagedBenchCase, choice: Choice | None, times: dict[str, Timing], options: Options) -> dict:
-    """The row, with the fields of `run.measure`. Times are those of one call."""
-    target, work = roofline.ceiling(options.device, case.dtype), case.cost
-    each = {name: Timing(*(ms / case.copies for ms in timing)) for name, timing in times.items()}
-    rivals = {name: _short(timing.median_ms) for name, timing in each.items() if name != "strobe"}
-    row: dict = {"case": case.name, "direction": "paged", "dtype": str(case.dtype).removeprefix("torch.")}
-    row |= dict.fromkeys(("kernel", "config", "ms", "tflops", "percent_of_ceiling", "ratio", "flops", "gbps"))
-    if choice is not None:
-        mine = each["strobe"].median_ms
-        row |= {"kernel": choice.forward.kernel.name, "config": str(choice.forward.config), "ms": _short(mine)}
-        row |= {"flops": work.flops, "tflops": _short(roofline.tflops(work, mine))}
-        row |= {
-            "percent_of_ceiling": _short(roofline.percent(work, target, mine)),
-            "gbps": _short(work.moved_bytes / mine / 1e6),
-            "ratio": _short(min(rivals.values()) / mine) if rivals else None,
-        }
-    row |= {
-        "rivals": rivals,
-        "versions": versions_of(rivals),
-        "spread": {name: [_short(t.low_ms), _short(t.high_ms)] for name, t in each.items()},
-        "timing": "graph" if options.device.type == "cuda" else "eager",
-        "l2": "cold",
-        "caches": case.copies,
-        "rounds": options.rounds,
-    }
-    peaks = {"peak_tflops": _short(target.peak_tflops), "peak_gbps": _short(target.peak_gbps)}
-    return row | peaks | circumstances(options.device)
+        choice = interface.explain_paged(rows.q, cache, **keywords(rows)) if "strobe" in found.times else None
+    return cold.row(case, "paged", choice, case.cost, found, options)

@@ -6,9 +6,9 @@ documents as packed sequences. Masks and offsets are made before the timing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from .earlier import MARK, Earlier
 from .layouts import as_sequences, batched, dense_mask, heads_first, like_ours, mask_mod, too_many_scores
 
 Forward = Callable[[], Tensor]
+Item = TypeVar("Item")
 NO_SOFTCAP = "has no softcap"
 SELF = "self"  # strobe as a second contender, to show the noise between two measurements of one kernel
 
@@ -274,3 +275,11 @@ def pick(names: list[str] | tuple[str, ...], device: torch.device) -> list[Rival
                 "rivals", repr(name), f"names among {', '.join(RIVALS)}, or @REVISION", "separate them by commas"
             )
     return [RIVALS.get(name) or Earlier(name.removeprefix(MARK)) for name in names or HOME[device.type]]
+
+
+def named(names: Sequence[str], known: dict[str, Item]) -> dict[str, Item]:
+    """The entries with these names, or all. Raises InvalidProblem for an unknown name."""
+    for name in names:
+        if name not in known:
+            raise InvalidProblem("rivals", repr(name), f"names among {', '.join(known)}", "separate them by commas")
+    return {name: known[name] for name in names or known}
