@@ -106,9 +106,9 @@ def environment(folder: Path, python: str, *requirements: str | Path) -> Path:
 
 def run_installed(python: Path) -> None:
     """Import the installed package and run `tools/smoke.py` with it; -I hides this checkout and PYTHONPATH."""
-    told = _run(python, "-I", "-m", "strobe", "--version")
-    if told.strip() != f"strobe {version()}":
-        raise ReleaseFault(f"strobe --version says {told.strip()!r}, not {version()}")
+    printed = _run(python, "-I", "-m", "strobe", "--version")
+    if printed.strip() != f"strobe {version()}":
+        raise ReleaseFault(f"strobe --version says {printed.strip()!r}, not {version()}")
     print(_run(python, "-I", ROOT / "tools" / "smoke.py").strip())
 
 

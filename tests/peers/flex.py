@@ -283,9 +283,9 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         print(row["class"], *(f"{kind} {row[kind]}" for kind in OUTCOMES), sep="  ")
     if a.record:
-        told = {"source": a.source or str(a.file), "seqlen": a.seqlen, "device": "CPU"} | circumstances()
+        about = {"source": a.source or str(a.file), "seqlen": a.seqlen, "device": "CPU"} | circumstances()
         a.record.parent.mkdir(parents=True, exist_ok=True)
-        a.record.write_text("".join(json.dumps(row | told) + "\n" for row in rows))
+        a.record.write_text("".join(json.dumps(row | about) + "\n" for row in rows))
     open_causes = [cause for row in rows for cause in row["causes"] if cause.startswith("not explained")]
     print(*open_causes, sep="\n")
     return 1 if open_causes else 0

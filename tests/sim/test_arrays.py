@@ -102,7 +102,7 @@ def test_an_array_is_found_by_its_address():
     assert out[0] == 7.0
 
 
-def test_faults_of_arrays_are_told():
+def test_faults_of_arrays_are_reported():
     x, out = np.zeros(60, np.float32), np.zeros(64, np.float32)
     with simulate("sm_90", check=False) as run:
         scaled_kernel[(1,)](x, out, 64, 64)

@@ -150,9 +150,9 @@ def test_occupancy(given, expected):
 
 
 def test_the_report_names_lines_and_launches():
-    told = str(costs_of(moved_kernel, torch.zeros(1024), torch.zeros(1024), 1, 0, 1024, 1024, num_warps=8))
-    assert "global load of 4,096 bytes, 8 requests of 16.0 sectors, 100% used, at test_costs.py:" in told
-    assert "moved_kernel: 8 CTAs, 64 of 64 warps on a multiprocessor; limited by 8 warps" in told
+    text = str(costs_of(moved_kernel, torch.zeros(1024), torch.zeros(1024), 1, 0, 1024, 1024, num_warps=8))
+    assert "global load of 4,096 bytes, 8 requests of 16.0 sectors, 100% used, at test_costs.py:" in text
+    assert "moved_kernel: 8 CTAs, 64 of 64 warps on a multiprocessor; limited by 8 warps" in text
 
 
 def test_nothing_is_counted_unasked():

@@ -45,9 +45,9 @@ def test_the_command_runs_them_and_prints_the_seed(tmp_path, capsys):
     (tmp_path / "copied.py").write_text(SOURCE)
     scene = [f"{tmp_path}/copied.py::copied", "f32[100]", "zeros:f32[100]"]
     assert command([*scene, "--mutate", "--data-mutants", "9", "--seed", "3"]) == 1  # `% 129` changes nothing
-    told = capsys.readouterr().out
-    assert "5 mutants, 4 noticed" in told and "drawn by seed 3" in told
-    assert told.count("bounds") >= 4
+    printed = capsys.readouterr().out
+    assert "5 mutants, 4 noticed" in printed and "drawn by seed 3" in printed
+    assert printed.count("bounds") >= 4
 
 
 def test_the_option_needs_mutate(tmp_path, capsys):

@@ -294,11 +294,11 @@ def lacking_kernel(out, WORD: gl.constexpr):
         im2col(out, bar, bar)  # or here
 
 
-@pytest.mark.parametrize("word, told", [("operation", "tcgen07_mma"), ("im2col", "im2col descriptors")])
-def test_what_is_not_known_is_told_with_its_line(word, told):
+@pytest.mark.parametrize("word, expected", [("operation", "tcgen07_mma"), ("im2col", "im2col descriptors")])
+def test_what_is_not_known_is_reported_with_its_line(word, expected):
     with pytest.raises(NotImplementedError) as raised, simulate("sm_100"):
         lacking_kernel[(1,)](torch.zeros(1), word)
     lines = Path(__file__).read_text().splitlines()
     mark = "# here" if word == "operation" else "# or here"
     line = next(number for number, text in enumerate(lines, 1) if text.endswith(mark))
-    assert told in str(raised.value) and f"test_rarer_words.py:{line} lacking_kernel" in str(raised.value)
+    assert expected in str(raised.value) and f"test_rarer_words.py:{line} lacking_kernel" in str(raised.value)

@@ -26,16 +26,16 @@ addEventListener("load", () => {
   const after = [width("#whole"), width("main"), document.documentElement.scrollWidth];
   document.getElementById("perfetto").click();
   setTimeout(() => {
-    const told = document.createElement("output");
-    told.textContent = JSON.stringify({before, after, inner: innerWidth, asked, got});
-    document.body.append(told);
+    const output = document.createElement("output");
+    output.textContent = JSON.stringify({before, after, inner: innerWidth, asked, got});
+    document.body.append(output);
   }, 300);
 });
 </script>"""
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> dict:
+def state(tmp_path_factory) -> dict:
     """What the page says after its buttons were pressed."""
     if BROWSER is None:
         pytest.skip("no Chromium here")
@@ -52,18 +52,18 @@ def told(tmp_path_factory) -> dict:
     return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
-def test_all_of_the_run_fits_the_window_at_first(told):
-    assert told["before"] == [told["inner"], 0, told["inner"]]
+def test_all_of_the_run_fits_the_window_at_first(state):
+    assert state["before"] == [state["inner"], 0, state["inner"]]
 
 
-def test_the_full_size_scrolls_within_its_pane(told):
-    whole, main, page = told["after"]
-    assert whole == 0 and main > 4 * told["inner"] and page == told["inner"]
+def test_the_full_size_scrolls_within_its_pane(state):
+    whole, main, page = state["after"]
+    assert whole == 0 and main > 4 * state["inner"] and page == state["inner"]
 
 
-def test_perfetto_gets_the_trace(told):
-    assert told["asked"] == "https://ui.perfetto.dev"
-    assert json.loads(told["got"]) == json.loads(chrome_trace(EVENTS, "run", "bytes: none"))
+def test_perfetto_gets_the_trace(state):
+    assert state["asked"] == "https://ui.perfetto.dev"
+    assert json.loads(state["got"]) == json.loads(chrome_trace(EVENTS, "run", "bytes: none"))
 
 
 def test_no_text_ends_the_script_that_holds_the_trace(tmp_path):

@@ -181,7 +181,7 @@ def test_what_is_recorded_of_the_same_machine_code_is_not_disassembled_again(mon
 
 
 def test_a_log_without_figures_is_no_report_of_zeros():
-    with pytest.raises(KernelFault, match="ptxas told neither registers nor spills"):
+    with pytest.raises(KernelFault, match="ptxas printed neither registers nor spills"):
         proof._taken("ptxas info : nothing to say", "copy")
 
 

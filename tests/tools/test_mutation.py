@@ -42,7 +42,7 @@ def test_survivors_are_those_of_the_ledger(suite, scene):
     same = ("mutants", "noticed", "explained", "target", "file")
     same += () if scene.name in QUICK else ("sources",)
     assert {name: row[name] for name in same} == {name: recorded.get(name) for name in same}, (
-        "python -m tools.proof.mutate --stale records it anew"
+        "python -m tools.proof.mutate --stale measures it again"
     )
 
 

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument(place, type=Path)
         command.add_argument("--scene", default="", help="names that contain this")
         command.add_argument("--results", type=Path)
-        command.add_argument("--table", type=Path, help="a page whose calibration table is written anew")
+        command.add_argument("--table", type=Path, help="a page whose calibration table is rewritten")
         command.set_defaults(run=run)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)

@@ -191,10 +191,10 @@ def source_of(kernel: Any, capability: int, arguments: tuple, options: dict[str,
     (`kernels.runtime.compile_cache`).
     """
     compile_cache.hash_callees_first(kernel)
-    told = [triton.__version__, str(capability)]
+    parts = [triton.__version__, str(capability)]
 
     def note(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
-        told.extend(
+        parts.extend(
             [source.hash(), *(f"{name}={value}" for name, value in options.items() if name != "extern_libs")]
         )  # paths
 
@@ -205,7 +205,7 @@ def source_of(kernel: Any, capability: int, arguments: tuple, options: dict[str,
             kernel.warmup(*arguments, grid=(1,), **options)
         finally:
             kernel.compile = compiling
-    return hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _parts(name: str, asm: Any) -> Parts:
@@ -233,8 +233,7 @@ def _taken(log: str, name: str) -> dict[str, int]:
     found = {key: [int(n) for n in re.findall(pattern, log)] for key, pattern in figures.items()}
     if not found["registers"] or not found["spill_stores"]:
         raise KernelFault(
-            f"{name}: ptxas told neither registers nor spills, so nothing can be said of them; it said: "
-            f"{log.strip()[-500:]!r}"
+            f"{name}: ptxas printed neither registers nor spills; its output ends in: {log.strip()[-500:]!r}"
         )
     return {key: max(values) if key == "registers" else sum(values) for key, values in found.items()}
 

@@ -149,9 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     journals.add_argument("--resume", type=Path, metavar="FILE", help="go on with the journal of an interrupted run")
     journals.add_argument("--from-journal", type=Path, metavar="FILE", help="only make rows of what a journal holds")
     add_results(parser, RESULTS)
-    parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="a page whose table is written anew from all results"
-    )
+    parser.add_argument("--table", type=Path, metavar="FILE", help="a page whose table is rewritten from all results")
     a = parser.parse_args(argv)
     try:
         return _run(a)

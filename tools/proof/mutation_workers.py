@@ -167,7 +167,7 @@ class Journal:
 
     def __init__(self, path: Path):
         self.path = path
-        self._mode = "w"  # a journal that was not loaded starts anew
+        self._mode = "w"  # a journal that was not loaded is overwritten
         self.known: Known = {}
         self.baselines: dict[tuple[str, str], dict] = {}  # the last line of each scene
 

@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--function", default="attention_forward", metavar="NAME", help="its host function (attention_forward)"
     )
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE", help=f"rows go there ({RESULTS})")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="a page whose table is written anew")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="a page whose table is rewritten")
     a = parser.parse_args(argv)
     try:
         others = (

@@ -21,7 +21,7 @@ from .report import Place, place_text
 
 SECTOR, LANES, VECTOR = 32, 32, 16
 _RESERVED = (
-    1024  # bytes of shared memory that each CTA takes besides its own (CUDA C++ Programming Guide, from sm_80 on)
+    1024  # bytes of shared memory that the driver reserves for each CTA (CUDA C++ Programming Guide, from sm_80 on)
 )
 _WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 103: 64, 120: 48}  # of a multiprocessor
 _REGISTERS, _CTAS = 65536, 32
@@ -57,12 +57,12 @@ class Cost:
         return self.bytes / (SECTOR * self.sectors) if self.sectors else 0.0
 
     def __str__(self) -> str:
-        told = [f"{self.what} of {self.bytes:,} bytes"]
+        parts = [f"{self.what} of {self.bytes:,} bytes"]
         if self.sectors:
-            told.append(f"{self.requests:,} requests of {self.sectors_per_request:.1f} sectors, {self.used:.0%} used")
+            parts.append(f"{self.requests:,} requests of {self.sectors_per_request:.1f} sectors, {self.used:.0%} used")
         if self.conflicts:
-            told.append(f"{self.conflicts} bank conflicts an instruction")
-        return f"{', '.join(told)}, at {self.where}"
+            parts.append(f"{self.conflicts} bank conflicts an instruction")
+        return f"{', '.join(parts)}, at {self.where}"
 
 
 class Occupancy(NamedTuple):

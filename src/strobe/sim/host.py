@@ -104,7 +104,7 @@ def answers(capability: int, sms: int, every_config: bool = False, device: str =
     outer = driver._active
     device = device or (outer.device if isinstance(outer, Driver) else "cpu")  # within cuda_on_cpu it stays "cuda:0"
     stream = SimpleNamespace(cuda_stream=0, device_index=0, synchronize=lambda: None)
-    told: dict[str, Any] = dict(
+    replaced: dict[str, Any] = dict(
         get_device_capability=lambda *_: divmod(capability, 10), get_device_properties=lambda *_: properties,
         get_device_name=lambda *_: "simulated", current_device=lambda: 0, device_count=lambda: 1,
         synchronize=lambda *_: None, current_stream=lambda *_: stream, Event=_Event, set_device=lambda *_: None,
@@ -112,7 +112,7 @@ def answers(capability: int, sms: int, every_config: bool = False, device: str =
     )  # fmt: skip
     with contextlib.ExitStack() as patches:
         if (torch := torch_if_installed()) is not None:
-            for name, value in told.items():
+            for name, value in replaced.items():
                 patches.enter_context(mock.patch.object(torch.cuda, name, value))
         patches.enter_context(mock.patch.object(driver, "_active", Driver(capability, sms, device)))
         patches.enter_context(mock.patch.object(Autotuner, "run", _autotuned(every_config)))

@@ -46,7 +46,7 @@ class Loop:
         machine, now = self._machine, _scalars(self._frame)
         changed = [f"{name} = {value}" for name, value in now.items() if self._before.get(name, value) != value]
         same = [f"{name} = {value}" for name, value in now.items() if self._before.get(name) == value]
-        told = [
+        parts = [
             f"{what}: {', '.join(names[:6])}"
             for what, names in (("changing", changed), ("not changing", same))
             if names
@@ -56,7 +56,7 @@ class Loop:
         machine.report(
             "deadlock",
             f"{machine.current.name} is in iteration {self._turns:,}{of_all} of the loop at {place_text(place)}, the "
-            f"most that max_iterations allows{'; ' * bool(told)}{'; '.join(told)}",
+            f"most that max_iterations allows{'; ' * bool(parts)}{'; '.join(parts)}",
             place,
         )
         raise Stop

@@ -94,8 +94,8 @@ def _tensors_say_cuda() -> Iterator[None]:
         for name, value in methods.items():
             patches.enter_context(mock.patch.object(torch.Tensor, name, value))
         for name, value in dict(is_cuda=True, device=_CUDA).items():
-            told = property(lambda _, value=value: value)
-            patches.enter_context(mock.patch.object(torch.Tensor, name, told, create=True))
+            constant = property(lambda _, value=value: value)
+            patches.enter_context(mock.patch.object(torch.Tensor, name, constant, create=True))
         yield
 
 

@@ -3,7 +3,8 @@
 Triton compiles both sides of a branch on a runtime value, and the body of a loop that may run no iteration. A pointer
 that is None there (`if is_scaled: tl.load(scale)`) fails to compile, whatever the value. The simulator runs one side.
 
-Only what is certain is told: parameters and their fields, outside of branches within, whose conditions may be constant.
+The check reports only uses that certainly fail: those of parameters and their fields. It skips branches nested in that
+code, because their conditions may be constants.
 """
 
 from __future__ import annotations
