@@ -110,6 +110,16 @@ def test_faults_of_arrays_are_reported():
     assert report.kind == "bounds" and "4 past its end" in report.text
 
 
+def test_a_read_only_array_is_read_and_never_written():
+    fixed, out = np.frombuffer(np.arange(4, dtype=np.float32).tobytes(), np.float32), np.zeros(4, np.float32)
+    with simulate("sm_90"):
+        copied_kernel[(1,)](fixed, out, 4)
+    assert out.tolist() == fixed.tolist()
+    with pytest.raises(ValueError, match="read-only"), simulate("sm_90"):
+        copied_kernel[(1,)](np.ones(4, np.float32), fixed, 4)
+    assert fixed.tolist() == [0, 1, 2, 3]
+
+
 def test_an_array_of_the_wrong_size_is_refused():
     with pytest.raises(ValueError, match="expected an array whose elements have 16 bits"):
         Array(np.zeros(3, np.float32), tl.bfloat16)

@@ -142,6 +142,9 @@ def test_bytes_that_tma_moves():
         ((90, 1024, 4, 255), (2, "255 registers a thread")),
         ((90, 0, 1, 0), (32, "the number of CTAs")),
         ((86, 0, 8, 0), (6, "8 warps")),
+        ((86, 0, 1, 0), (16, "the number of CTAs")),
+        ((120, 0, 1, 0), (24, "the number of CTAs")),
+        ((90, 0, 4, 33), (12, "33 registers a thread")),  # a thread gets 40
     ],
 )
 def test_occupancy(given, expected):

@@ -193,3 +193,9 @@ def test_what_a_launch_returns_is_launched_again():
         compiled = incremented_kernel[(1,)](x, out, 8, SIZE=8, num_warps=1)
         compiled[(1,)](out, out, 8, 8)
     assert out.tolist() == [2.0] * 8 and compiled.metadata.num_warps == 1
+
+
+@pytest.mark.parametrize("target, threads", [("sm_80", 2048), ("sm_86", 1536), ("sm_90", 2048), ("sm_120", 1536)])
+def test_threads_of_a_multiprocessor(target, threads):
+    with cuda_on_cpu(target):
+        assert torch.cuda.get_device_properties(0).max_threads_per_multi_processor == threads

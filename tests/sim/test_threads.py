@@ -46,6 +46,24 @@ def test_only_the_shared_elements_count():
     assert "both write the same values" in report.text
 
 
+@triton.jit
+def widths_kernel(narrow, wide):
+    """Program 0 stores the upper half of the number that program 1 stores."""
+    if tl.program_id(0) == 0:
+        tl.store(narrow + 1, 5)
+    else:
+        tl.store(wide, 7)
+
+
+@pytest.mark.parametrize("sms", [1, 2])
+def test_elements_of_other_widths_are_compared(sms):
+    narrow = torch.zeros(2, dtype=torch.int16)
+    with simulate("sm_90", check=False, sms=sms) as run:
+        widths_kernel[(2,)](narrow, narrow.view(torch.int32))
+    (report,) = run.reports
+    assert report.kind == "race" and "the same values" not in report.text
+
+
 # ---------------------------------------------------------------- elements of one store
 
 

@@ -41,8 +41,9 @@ class Array:
     >>> Array.of([1.0, 1.001], tl.bfloat16).numpy()
     array([1., 1.], dtype=float32)
 
-    The kernel reads and writes the array's own memory. NumPy has no bfloat16 and no FP8: `Array.of(numbers, dtype)`
-    makes an array of their bits, and `numpy()` gives the numbers as float32. TensorDescriptor takes it as its base.
+    The kernel reads and writes the array's own memory. A store to a read-only array raises ValueError. NumPy has no
+    bfloat16 and no FP8: `Array.of(numbers, dtype)` makes an array of their bits, and `numpy()` gives the numbers as
+    float32. TensorDescriptor takes it as its base.
     """
 
     def __init__(self, base: np.ndarray, dtype: tl.dtype | None = None):
@@ -132,6 +133,7 @@ def given(name: str, value: Any) -> Given:
     reach = sum((size - 1) * abs(stride) for size, stride in zip(root.shape, root.strides, strict=True))
     size = reach + root.itemsize if root.size else 0
     raw = np.ctypeslib.as_array((ctypes.c_uint8 * max(size, 1)).from_address(low))[:size]
+    raw.flags.writeable = root.flags.writeable
     first = array.__array_interface__["data"][0]
     return Given(raw, first - low, array.shape, array.strides, array.itemsize, f"{array.dtype}{list(array.shape)}")
 

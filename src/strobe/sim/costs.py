@@ -16,15 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from .layouts import Layouts
-from .options import SHARED_KIB
+from .options import MOST_CTAS, MOST_WARPS, REGISTERS, SHARED_KIB
 from .report import Place, place_text
 
 SECTOR, LANES, VECTOR = 32, 32, 16
 _RESERVED = (
     1024  # bytes of shared memory that the driver reserves for each CTA (CUDA C++ Programming Guide, from sm_80 on)
 )
-_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 103: 64, 120: 48}  # of a multiprocessor
-_REGISTERS, _CTAS = 65536, 32
+_REGISTER_UNIT = 8  # a thread gets a multiple of this
 
 
 @dataclass
@@ -84,13 +83,14 @@ class Occupancy(NamedTuple):
         whole = (SHARED_KIB[capability] + 1) * 1024
         limits = {
             f"{shared:,} bytes of shared memory": whole // (shared + _RESERVED),
-            f"{warps} warps": _WARPS[capability] // warps,
-            "the number of CTAs": _CTAS,
+            f"{warps} warps": MOST_WARPS[capability] // warps,
+            "the number of CTAs": MOST_CTAS[capability],
         }
         if registers:
-            limits[f"{registers} registers a thread"] = _REGISTERS // (registers * LANES * warps)
+            given = -(-registers // _REGISTER_UNIT) * _REGISTER_UNIT
+            limits[f"{registers} registers a thread"] = REGISTERS // (given * LANES * warps)
         limit = min(limits, key=lambda name: limits[name])
-        return Occupancy(kernel, limits[limit], limits[limit] * warps, _WARPS[capability], limit)
+        return Occupancy(kernel, limits[limit], limits[limit] * warps, MOST_WARPS[capability], limit)
 
     def __str__(self) -> str:
         many = f"{self.ctas} CTA{'s' * (self.ctas != 1)}, {self.warps} of {self.most_warps} warps"

@@ -13,9 +13,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 
 from .arrays import torch_if_installed
-from .options import SHARED_KIB
-
-_REGISTERS, _THREADS = 65536, 2048  # of a multiprocessor (CUDA C++ Programming Guide, compute capabilities)
+from .options import MOST_WARPS, REGISTERS, SHARED_KIB
 
 
 def capability_of(target: str) -> int:
@@ -34,7 +32,7 @@ class Driver:
         self._target, self.device = GPUTarget("cuda", capability, 32), device
         shared = SHARED_KIB[capability] * 1024
         properties = dict(
-            max_shared_mem=shared, max_num_regs=_REGISTERS, multiprocessor_count=sms, warpSize=32,
+            max_shared_mem=shared, max_num_regs=REGISTERS, multiprocessor_count=sms, warpSize=32,
             sm_clock_rate=1_755_000, mem_clock_rate=2_619_000, mem_bus_width=5120,
         )  # fmt: skip
         self.utils = SimpleNamespace(get_device_properties=lambda device: dict(properties))
@@ -97,8 +95,8 @@ def answers(capability: int, sms: int, every_config: bool = False, device: str =
     """
     properties = SimpleNamespace(
         name="simulated", major=capability // 10, minor=capability % 10, multi_processor_count=sms,
-        total_memory=80 * 2**30, warp_size=32, max_threads_per_multi_processor=_THREADS,
-        regs_per_multiprocessor=_REGISTERS, shared_memory_per_multiprocessor=(SHARED_KIB[capability] + 1) * 1024,
+        total_memory=80 * 2**30, warp_size=32, max_threads_per_multi_processor=32 * MOST_WARPS[capability],
+        regs_per_multiprocessor=REGISTERS, shared_memory_per_multiprocessor=(SHARED_KIB[capability] + 1) * 1024,
         shared_memory_per_block_optin=SHARED_KIB[capability] * 1024, L2_cache_size=50 * 2**20,
     )  # fmt: skip
     outer = driver._active

@@ -17,6 +17,10 @@ SHARED_KIB = {
     103: 227,
     120: 99,
 }  # per CTA (CUDA C++ Programming Guide, compute capabilities)
+# resident on a multiprocessor at once (same source)
+MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 103: 64, 120: 48}
+MOST_CTAS = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 103: 32, 120: 24}
+REGISTERS = 65536  # of a multiprocessor
 PROGRAM = "strobe sim" if __package__ == "strobe.sim" else "strobe-sim"
 EXAMPLE = """\
 examples:
