@@ -486,10 +486,11 @@ class Pointers:
 def _repeats(found: Found, bits: np.ndarray, granules: Granules) -> bool:
     """Whether a store's elements in these granules are in memory already."""
     memory, offsets = found.memory, found.active
-    numbers = offsets // memory.granule
-    chosen = np.array([granules.get(n // memory.page, 0) >> n % memory.page & 1 for n in numbers.tolist()], bool)
     if np.any(offsets % found.size):
         return False
+    spans = ((first // memory.granule, (first + found.size - 1) // memory.granule) for first in offsets.tolist())
+    shared = lambda n: granules.get(n // memory.page, 0) >> n % memory.page & 1
+    chosen = np.array([any(map(shared, range(first, last + 1))) for first, last in spans], bool)
     kind = np.dtype(f"u{found.size}")
     written = np.ascontiguousarray(bits[found.live]).view(kind)
     return bool(np.array_equal(found.view(kind)[offsets[chosen] // found.size], written[chosen]))
