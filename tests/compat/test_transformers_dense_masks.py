@@ -66,6 +66,21 @@ def _written(found: dense_masks.DenseMask, sizes: Sizes) -> Tensor:
     return dense if dense.dim() == 4 else dense[:, None]
 
 
+DISTANCE = torch.arange(13)[:, None] - torch.arange(13)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [DISTANCE >= 1, (DISTANCE >= 2) & (DISTANCE <= 4), (DISTANCE <= -3) & (DISTANCE >= -5)],
+    ids=["before the row's key", "two to four keys before", "three to five keys behind"],
+)
+def test_a_band_that_excludes_the_diagonal_is_no_window(seen):
+    q, k, v = torch.randn(3, 1, 4, 13, 16, generator=torch.Generator().manual_seed(2))
+    found = attention_module.attention(nn.Identity(), q, k, v, seen[None, None])[0]
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("added", [False, True], ids=["bool", "added"])
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_patterns_that_strobe_has_become_built_in_masks(name, added):

@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 def is_dense(attention_mask: Tensor) -> bool:
-    """Whether it is such a tensor, and not a `LayerMask`, which is int32."""
+    """Whether the mask is a tensor [B, H, S_q, S_k] of bools or floats. An encoded `LayerMask` is int32."""
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
         return False
     return attention_mask.dtype == torch.bool or attention_mask.is_floating_point()
@@ -88,8 +88,8 @@ def _read(tensor: Tensor, sizes: Sizes) -> DenseMask:
 def built_in(seen: Tensor, sizes: Sizes) -> DenseMask | None:
     """The built-in mask that equals bool [B or 1, S_q or 1, S_k], or None. The device is read twice.
 
-    Candidates are all keys, causal, the narrowest window that holds all that is seen, and, with as many rows as keys,
-    documents, each with the keys hidden that no row sees.
+    Candidates are full attention, causal attention, and the narrowest window around the diagonal that includes all
+    visible keys. With as many rows as keys, each is also tried within documents. Each hides the keys that no row sees.
     """
     seen = seen.expand(-1, sizes.seqlen_q, -1)
     _, rows, keys = seen.shape
@@ -97,7 +97,8 @@ def built_in(seen: Tensor, sizes: Sizes) -> DenseMask | None:
     distance = torch.arange(rows, device=seen.device)[:, None] + (keys - rows) - places
     far = torch.where(seen, distance, -keys).amax(), torch.where(seen, distance, rows).amin()
     left, right = (int(one) for one in torch.stack(far).tolist())
-    windows = ((None, None), (None, 0), (left, -right))
+    # a negative bound means no bound to `strobe.attention`, so the third candidate always includes the diagonal
+    windows = ((None, None), (None, 0), (max(left, 0), max(-right, 0)))
     kept = seen.any(1)
     bands = [_band(distance, window) & kept[:, None] for window in windows]
     ids = None
