@@ -10,14 +10,14 @@ from importlib import import_module
 
 from .protocol import Kernel
 
-# Each family has a file kernel.py with FORWARD, BACKWARD, DECODE and APPEND, of which it may lack some. blackwell has
-# no decode.
+# Each family has a file kernel.py with FORWARD, BACKWARD, DECODE, PAGED and APPEND. It may lack some of them: blackwell
+# has FORWARD and BACKWARD only.
 FAMILIES = ("blackwell", "hopper", "portable", "cpu")
 
 
 @lru_cache
 def kernels(direction: str) -> tuple[Kernel, ...]:
-    """All kernels of a direction ("forward", "backward", "decode" or "append"), best first.
+    """All kernels of a direction ("forward", "backward", "decode", "paged" or "append"), best first.
 
     >>> [kernel.name for kernel in kernels("forward")]
     ['blackwell.forward', 'hopper.forward', 'portable.forward', 'cpu.forward']
@@ -25,6 +25,8 @@ def kernels(direction: str) -> tuple[Kernel, ...]:
     ['blackwell.backward', 'hopper.backward', 'portable.backward', 'cpu.backward']
     >>> [kernel.name for kernel in kernels("decode")]
     ['hopper.decode', 'portable.decode', 'cpu.decode']
+    >>> [kernel.name for kernel in kernels("paged")]
+    ['hopper.paged', 'portable.paged', 'cpu.paged']
     """
     found = (getattr(import_module(f"strobe.kernels.{family}.kernel"), direction.upper(), None) for family in FAMILIES)
     return tuple(kernel for kernel in found if kernel is not None)

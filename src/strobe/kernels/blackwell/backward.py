@@ -1,12 +1,12 @@
 """Backward attention on Blackwell, one CTA: four roles around tensor memory. It has not run on a Blackwell GPU.
 
-A program owns a tile of 128 keys of one key head, a work tile. It visits the tiles of 128 queries that see them, of
-every query head of the group. Scores are transposed: keys lie on the lanes of tensor memory, queries on its columns. So
+A program owns a work tile: 128 keys of one key head. It visits the tiles of 128 queries that see these keys, of every
+query head of the group. Scores are transposed: keys lie on the lanes of tensor memory, queries on its columns. So
 P^T and dS^T are left operands in tensor memory as they are, and LSE and delta are one value a column.
 
 Kernels
-    preprocess_kernel    delta = rowsum(dO O) - dLSE; LSE and -delta in whole tiles; zeroes dQ's float32 sum, and its
-                         semaphores and the counter of programs (deterministic)
+    preprocess_kernel    delta = rowsum(dO O) - dLSE; LSE and -delta in whole tiles; zeroes dQ's float32 sum;
+                         deterministic: zeroes dQ's semaphores and the tile counter, too
     backward_kernel      this file
     postprocess_kernel   dQ = scale * its float32 sum
 
@@ -28,7 +28,7 @@ Roles
 Tensor memory, 512 columns at d128
     S^T, P^T over its first half | dV | dP^T, dS^T over its first half, dQ over both | dK
 
-Schedule of the MMA warp, step t of a work tile's tiles of queries
+Schedule of the MMA warp; step t is tile of queries t of a work tile
     prologue     S(0)  dP(0)  dV(0)
     mainloop     S(t)  dK(t-1)  dQ(t-1)  dP(t)  dV(t)
     epilogue     dK  dQ of the last step
@@ -36,7 +36,7 @@ Schedule of the MMA warp, step t of a work tile's tiles of queries
 While the compute warps make P(t) from S(t), the tensor cores multiply dK(t-1) and dQ(t-1). While they make dS(t), the
 tensor cores multiply dV(t).
 
-192/128 needs 576 columns so. It has 512, and the products of a step run one after the other (`serial`):
+192/128 would need 576 columns in this layout. There are 512, so the products of a step run in series (`serial`):
     dV | dK | S^T, P^T over its first half | dP^T over S^T's second half and 64 columns more, dS^T over its first half
               dQ over P^T, S^T and dP^T
     S(t)  dP(t)  dV(t)  dK(t)  dQ(t)
@@ -54,14 +54,14 @@ Barriers             arrivals                        complete when
     dq_full          1, commit of mma                dQ is there
     dq_empty         1, reduce                       dQ has been read
     dkv_full         1, commit of mma                dV and dK are complete; no product reads K or V any more
-Key ranges alone
-    kv_empty         1, compute                      dV and dK have left the memory of V and K
-Documents alone
+With key ranges
+    kv_empty         1, compute                      TMA has stored dV and dK from the memory of V and K
+With documents
     landed[i]        2 and the bytes, load           a tile with rows of other documents has landed
 
 Products of one warp run in order. So S(t) may be written over P(t-1) once dV(t-1) has been issued, and dQ(t) over dS(t)
-once dK(t) has been issued. dP(t) is written over dQ(t-1), which reduce has read by then (dq_empty). Serial: S(t) is
-written over dQ(t-1), so it waits for dq_empty, and dP(t) over half of S(t), so it waits for p_full.
+once dK(t) has been issued. dP(t) is written over dQ(t-1), which reduce has read by then (dq_empty). In series,
+S(t) is written over dQ(t-1), so it waits for dq_empty; dP(t) is written over half of S(t), so it waits for p_full.
 
 The two warpgroups of compute split the columns of a tile. P^T lies over columns of S^T that the other warpgroup reads.
 All compute warps therefore meet between reading S^T and writing P^T, and between reading dP^T and writing dS^T.

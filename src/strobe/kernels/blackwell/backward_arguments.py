@@ -1,4 +1,4 @@
-"""What the Blackwell backward's main kernel is told, by name."""
+"""Arguments of the Blackwell backward's main kernel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LaunchParams(NamedTuple):
 
 
 class KeyRangeTensors(NamedTuple):
-    """What the key ranges of a batch entry's rows follow from (`device.key_ranges`)."""
+    """Tensors that define the key ranges of each batch entry's rows (`device.key_ranges`)."""
 
     spans_q: Any
     spans_k: Any
@@ -62,8 +62,8 @@ class Pointers(NamedTuple):
     """Tensors of the main kernel that TMA does not move; None where the call has none."""
 
     dq_sum: Any
-    dq_semaphores: Any  # deterministic: work tiles that have added to each tile of dQ
-    tile_counter: Any  # deterministic: numbers of programs
+    dq_semaphores: Any  # deterministic: number of work tiles that have added to each tile of dQ
+    tile_counter: Any  # deterministic: number of the next program
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     ranges: Any  # KeyRangeTensors

@@ -1,7 +1,7 @@
 """The Blackwell backward's compute warps: P^T and dS^T of each step, then dV and dK of the program's keys.
 
-Eight warps, two warpgroups. A thread holds a key, and half of the queries of HALF columns. P and dS replace S and dP in
-tensor memory, where a thread writes columns that threads of the other warpgroup have read. So all warps meet between.
+Eight warps, two warpgroups. A thread holds one key and half of the queries in HALF columns. P and dS replace S and dP
+in tensor memory. A thread writes columns that the other warpgroup reads, so all warps synchronize before they write.
 """
 
 from ..device.dialect import (
@@ -23,7 +23,7 @@ from .backward_memory import HALF, ROWS, OutputMaps, Pipelines, compute_layout, 
 from .backward_work import ProgramInputs, WorkTile, of_role
 from .forward_memory import opaque
 
-ALL: gl.constexpr = gl.constexpr(2**31 - 1)  # behind every query
+ALL: gl.constexpr = gl.constexpr(2**31 - 1)  # above every query's position
 
 
 @record
@@ -55,8 +55,8 @@ class Halves:
 
 @record
 class AttentionMask:
-    """The queries [first, stop) that see each key, from query 0 on: [ROWS] int32. And of which tiles of queries some
-    query does not see all keys: those that begin before `whole_from` or behind `whole_to`.
+    """The queries [first, stop) that see each key, counted from query 0: [ROWS] int32. In tiles of queries that begin
+    before `whole_from` or after `whole_to`, some query does not see all keys of the work tile.
     """
 
     first: Value
@@ -103,7 +103,7 @@ class AttentionMask:
 
 @record
 class ComputeState:
-    """Where the compute warps stand. `step` is the state of every pipeline of one stage but `dkv`."""
+    """Pipeline states of the compute warps. `step` is that of every pipeline of one stage, except `dkv`."""
 
     dkv: PipelineState  # advances with each work tile that queries see
     q: PipelineState
@@ -126,7 +126,7 @@ class ComputeState:
 
 @record
 class Weights:
-    """P^T, and its derivative by the raw score: P^T itself, or P (1 - tanh^2) with a softcap."""
+    """P^T, and the factor `slope` in dS = slope (dP - delta): P^T, or P^T (1 - tanh^2) with a softcap."""
 
     p: Halves
     slope: Halves
@@ -134,7 +134,7 @@ class Weights:
 
 @record
 class ComputeWarps:
-    """What the compute warps work with."""
+    """Arguments and pipelines of the compute warps."""
 
     maps: OutputMaps
     inputs: ProgramInputs
@@ -163,7 +163,7 @@ class ComputeWarps:
 
     @gluon.jit
     def process_tile(self, work, state):
-        """All steps of a work tile, and its gradients. Returns the state behind it."""
+        """All steps of a work tile, then its dV and dK. Returns the state after the work tile."""
         traits: gl.constexpr = self.traits
         mask = AttentionMask.of_tile(work, self.launch, traits)
         steps = work.num_steps(traits)
@@ -226,8 +226,8 @@ class ComputeWarps:
 
     @gluon.jit
     def capped_weights(self, s, m_start, mask, is_partial, lse, start: gl.constexpr):
-        """(P, its derivative by the raw score) of HALF queries with a softcap. P in 16 bits, and each half by itself:
-        scores, P and the derivative of both halves at once would not fit in registers.
+        """(P in 16 bits, slope) of HALF queries with a softcap. Each half is computed by itself: the scores, P and the
+        slope of both halves would not fit in registers.
         """
         traits: gl.constexpr = self.traits
         softmax = self.launch.softmax
@@ -244,7 +244,7 @@ class ComputeWarps:
 
     @gluon.jit
     def score_gradients(self, slope, state):
-        """dS from dP - delta, and the derivative of P by the raw score over P's own gradient."""
+        """dS = slope (dP - delta); `Weights` defines slope."""
         layout: gl.constexpr = compute_layout(gl.float32)
         dp, delta = self.pipes.tensor.dp(self.traits), self.pipes.do.stats.index(state.do.index)
         first = slope.first * (dp.slice(0, HALF).load(layout) + row_values(delta, 0)[None, :])
@@ -269,8 +269,8 @@ class ComputeWarps:
 
     @gluon.jit
     def store_zeros(self, work):
-        """Gradients of keys that no query sees. The load warp may be loading the next K and V, so they leave from dS,
-        which the products of the work tile before have read.
+        """Zero gradients of keys that no query sees. The load warp may be loading the next K and V. TMA therefore
+        stores the zeros from the memory of dS, which the previous work tile's products have read.
         """
         traits: gl.constexpr = self.traits
         ds = self.pipes.ds.tiles
@@ -283,7 +283,7 @@ class ComputeWarps:
 
     @gluon.jit
     def dv_rows(self, work):
-        """Opaque: coordinates that follow from the number of keys are computed after the mainloop, not kept over it."""
+        """Rows of dV. `opaque`: coordinates are computed after the mainloop and take no registers in it."""
         shape = self.launch.shape
         return work.k_rows(shape.stride_dv, opaque(work.num_keys_written), shape, self.traits)
 
@@ -309,7 +309,7 @@ def store_gradient(accumulator, tile, factor):
 
 @gluon.jit
 def store_columns(accumulator, tile, factor):
-    """At most HALF columns at a time."""
+    """An accumulator times a factor into shared memory, at most HALF columns at a time."""
     WIDTH: gl.constexpr = min(accumulator.shape[1], HALF)
     layout: gl.constexpr = compute_layout(gl.float32, WIDTH)
     for c in gl.static_range(accumulator.shape[1] // WIDTH):

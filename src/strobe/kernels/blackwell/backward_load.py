@@ -2,10 +2,10 @@
 
     K, Q(0), V, dO(0), then Q(t), dO(t)
 
-Documents: tiles of queries lie where they do without documents, since dQ's sum and the statistics of rows lie tile by
-tile. A tile that also has rows of other documents lands on `landed`, a barrier of the load warp's own. The warp masks
-such rows, whatever they hold: Q and dO become 0, LSE infinite, so that their P is 0, and delta 0. Only then does it
-commit the tile.
+Documents: tiles of queries begin at the same rows as without documents, because dQ's sum, LSE and delta are stored tile
+by tile. A tile with rows of other documents completes `landed`, barriers that only the load warp waits for. The warp
+masks the other documents' rows: Q, dO and delta become 0, and LSE becomes infinite, so that P is 0. Then the warp
+commits the tile.
 """
 
 from ..device.dialect import fence_async_shared, gl, gluon, mbarrier, partition_barrier, record
@@ -17,7 +17,7 @@ from .backward_work import ProgramInputs, WorkTile, of_role
 
 @record
 class LoadState:
-    """Where the load warp stands."""
+    """Pipeline states of the load warp."""
 
     kv: PipelineState  # advances with each work tile that queries see
     q: PipelineState
@@ -31,7 +31,7 @@ class LoadState:
 
 @record
 class LoadWarp:
-    """What the load warp works with."""
+    """Arguments and pipelines of the load warp."""
 
     maps: InputMaps
     inputs: ProgramInputs
@@ -56,7 +56,7 @@ class LoadWarp:
 
     @gluon.jit
     def load_work_tile(self, work, state):
-        """K and V of a work tile, and its tiles of queries. Returns the state behind it."""
+        """Load K and V of a work tile, and its tiles of queries. Returns the state after the work tile."""
         traits: gl.constexpr = self.traits
         steps = work.num_steps(traits)
         kv, q, do = state.kv, state.q, state.do

@@ -1,4 +1,4 @@
-"""What the roles of the Blackwell backward share: pipelines, and how threads read tensor memory."""
+"""Pipelines that the roles of the Blackwell backward share, and the register layouts of tensor memory."""
 
 from ..device.dialect import (
     Value,
@@ -23,7 +23,7 @@ CHUNK: gl.constexpr = gl.constexpr(32)  # columns of dQ that the reduce warps ho
 
 @record
 class InputMaps:
-    """TMA descriptors of what is read; ColumnParts of them, but for `stats`."""
+    """TMA descriptors of the inputs: ColumnParts, except `stats`."""
 
     q: Value
     k: Value
@@ -80,18 +80,18 @@ class RowsPipeline:
 
 @record
 class KeyTile:
-    """K and V of the program's keys. At the end dK and dV leave in their place."""
+    """K and V of the program's keys. At the end TMA stores dK and dV from the same memory."""
 
     k: ColumnParts
     v: ColumnParts
     full: Value
-    empty: Value  # key ranges: the gradients of the tile before have left; else None
+    empty: Value  # key ranges: the previous work tile's gradients are stored; else None
 
 
 @record
 class TensorMemory:
-    """All columns of tensor memory, in one allocation: each address takes a register of every role.
-    `traits.BackwardTraits.columns` says what lies where.
+    """All columns of tensor memory in one allocation, because each allocation's address takes a register in every role.
+    `BackwardTraits.columns` has the first column of each tile.
     """
 
     columns: Value  # [ROWS, TENSOR_COLUMNS] float32
@@ -156,7 +156,7 @@ class Pipelines:
     ds: Pipeline  # dS [keys, queries] in shared memory, and dS^T in tensor memory
     dq: Pipeline
     dkv: Pipeline  # dV and dK, at the end
-    landed: Value  # documents: barriers of the load warp's own (`backward_load`); else None
+    landed: Value  # documents: barriers that only the load warp uses (`backward_load`); else None
 
     @gluon.jit
     def create(maps, traits: gl.constexpr):
@@ -184,7 +184,7 @@ class Pipelines:
 
 @gluon.jit
 def load_parts(desc, rows, row, full, tile, traits: gl.constexpr):
-    """A tile by TMA. The caller has told the barrier its bytes."""
+    """Load a tile by TMA. The caller has already called mbarrier.expect with its bytes."""
     load_part(desc.main, rows, row, 0, full, tile.main, False, traits)
     if desc.tail is not None:
         load_part(desc.tail, rows, row, desc.main.block_shape[-1], full, tile.tail, False, traits)

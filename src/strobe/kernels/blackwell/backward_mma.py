@@ -17,7 +17,7 @@ from .backward_work import WorkTile, of_role
 
 @record
 class MmaState:
-    """Where the MMA warp stands. `step` is the state of every pipeline of one stage but `kv`."""
+    """Pipeline states of the MMA warp. `step` is that of every pipeline of one stage, except `kv`."""
 
     kv: PipelineState  # advances with each work tile that queries see
     q: PipelineState
@@ -40,7 +40,7 @@ class MmaState:
 
 @record
 class MmaWarp:
-    """What the MMA warp works with."""
+    """Pipelines of the MMA warp."""
 
     pipes: Pipelines
     traits: gl.constexpr
@@ -64,7 +64,7 @@ class MmaWarp:
 
     @gluon.jit
     def process_tile(self, steps, state):
-        """The products of a work tile that queries see. Returns the state behind it."""
+        """The products of a work tile that queries see. Returns the state after the work tile."""
         mbarrier.wait(self.pipes.kv.full.index(0), state.kv.phase)
         if self.traits.serial:
             state = self.serial_mainloop(steps, state)
@@ -77,7 +77,7 @@ class MmaWarp:
     def mainloop(self, steps, state):
         # prologue
         self.s_product(state)
-        if self.traits.key_ranges:  # of the work tile before
+        if self.traits.key_ranges:  # dP is written over dQ of the previous work tile
             self.pipes.dq.producer_acquire(state.step)
         self.dp_product(state)
         self.dv_product(state, False)
@@ -170,8 +170,8 @@ class MmaWarp:
 
 @gluon.jit
 def tile_now(tiles, index):
-    """A stage's tile, whose address is computed in this step. LLVM would keep the descriptors of all products' operands
-    in registers from step to step, and spill them: up to 496 bytes with columns in two parts, 404 under Triton 3.9.
+    """A stage's tile, whose address is computed in this step. Otherwise LLVM keeps the descriptors of all operands
+    in registers over all steps, and they spill: up to 496 bytes with columns in two parts, 404 under Triton 3.9.
     """
     return rows_at(tiles, index + zero_of_turn())
 

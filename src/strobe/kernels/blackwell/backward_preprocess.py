@@ -1,4 +1,4 @@
-"""What runs around the Blackwell backward's main kernel.
+"""Kernels that run before and after the Blackwell backward's main kernel.
 
 preprocess_kernel    dO, O, LSE --> delta; LSE and -delta in whole tiles; zeroes dQ's sum, semaphores and counter
 backward_kernel

@@ -4,9 +4,9 @@ A thread holds a row of dQ. In a sum ordered by rows the 32 lanes of a warp woul
 So the sum of a tile is ordered [D / 4, rows, 4]: a lane adds 16 bytes, and a warp 512 adjacent bytes
 (red.global.add.v4.f32). `backward_preprocess.postprocess_kernel` reads that order.
 
-Deterministic: work tiles add to a tile of dQ in turns (`backward_work`), which a semaphore of the tile counts.
+Deterministic: work tiles add to a tile of dQ one by one (`backward_work`). A semaphore for each tile of dQ counts them.
 
-Documents: rows of other documents in a tile add nothing, since a key may hold what 0 times is not 0.
+Documents: rows of other documents in a tile add nothing, because a key may hold NaN or inf, and 0 times these is NaN.
 """
 
 from ..device.dialect import Value, gl, gluon, partition_barrier, record
@@ -18,10 +18,10 @@ from .backward_work import ProgramInputs, WorkTile, of_role
 
 @record
 class ReduceWarps:
-    """What the reduce warps work with."""
+    """Arguments and pipelines of the reduce warps."""
 
     dq_sum: gl.tensor
-    semaphores: Value  # deterministic: work tiles that have added to each tile of dQ; else None
+    semaphores: Value  # deterministic: number of work tiles that have added to each tile of dQ; else None
     inputs: ProgramInputs
     pipes: Pipelines
     launch: gl.tuple  # LaunchParams
@@ -44,7 +44,7 @@ class ReduceWarps:
 
     @gluon.jit
     def process_tile(self, work, state):
-        """dQ of all steps of a work tile. Returns the state behind it."""
+        """Add dQ of all steps of a work tile. Returns the state after the work tile."""
         traits: gl.constexpr = self.traits
         for step in range(work.num_steps(traits)):
             self.add_step(work, work.query_tile(step, self.launch.shape, traits), state)
@@ -75,8 +75,8 @@ class ReduceWarps:
 
     @gluon.jit
     def dq_semaphore_acquire(self, work, queries):
-        """Wait until all work tiles whose turn at a tile of dQ comes before this one's have added to it: those with
-        keys behind this tile's that its last row sees, or in reversed sections those with keys before.
+        """Wait until all earlier work tiles have added to a tile of dQ. These are the work tiles with later keys that
+        the last row of the tile sees. In reversed sections they are the work tiles with earlier keys.
         """
         traits: gl.constexpr = self.traits
         last_row = queries.m_start + traits.block_m - 1

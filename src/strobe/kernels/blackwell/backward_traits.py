@@ -82,8 +82,8 @@ class BackwardTraits(Constants, TileConstants):
 
     @property
     def masks_p(self) -> bool:
-        """With a softcap: whether P is masked, not the scores. Spills of ptxas: deterministic windows 0 for 16 bytes,
-        other windows up to 80 for 0.
+        """With a softcap: whether the mask is applied to P instead of the scores. Deterministic kernels with windows
+        spilled 16 bytes before, 0 now. Other kernels with windows spill 0 bytes, and up to 80 with a mask on P.
         """
         return self.deterministic
 
@@ -96,7 +96,7 @@ class BackwardTraits(Constants, TileConstants):
 
     @property
     def columns(self) -> TensorColumns:
-        """Serial: dP overlaps the half of S behind P, and dQ overlaps P and dP."""
+        """First columns. Serial: dP overlaps the half of S that P does not overlap, and dQ overlaps P and dP."""
         if self.serial:
             return TensorColumns(
                 s=TENSOR_COLUMNS - ROWS - ROWS // 2,

@@ -4,11 +4,11 @@ Programs are numbered section by section. Within a section of key heads they are
 under causal masks the first keys are seen by most queries, so that the longest programs start first. The queries of a
 section stay in L2.
 
-Deterministic: tiles of keys add to a tile of dQ one after the other, from the last that sees it to the first, which is
-the order in which programs on the causal diagonal come to it anyway, a step and more apart. Programs take their numbers
-from a counter, so that each waits for programs that have begun before it. But the longest programs would come last of
-all. In the last sections (`reversed_sections`) keys come from the first to the last and queries from the last on, as in
-the Hopper backward.
+Deterministic: tiles of keys add to a tile of dQ one after the other, from the last one that its queries see to the
+first. Programs on the causal diagonal reach a tile of dQ in this order anyway, at least one step apart. Programs take
+their numbers from a counter, so each waits only for programs that have started before it. In this order the longest
+programs start last. In the last sections (`reversed_sections`) the orders are therefore reversed, as in the Hopper
+backward: keys from the first to the last, queries from the last to the first.
 
 Packed sequences: a sequence begins a tile of keys of its own (`device.seqlen`). Key ranges (documents, key lengths,
 prefixes): a program takes the keys of its tile run by run, each run as a tile of its own (`device.key_ranges`). TMA
@@ -27,8 +27,8 @@ from .forward_memory import opaque
 
 @gluon.jit
 def of_role(launch):
-    """The same LaunchParams, of which the compiler knows nothing before this point. What two roles compute alike from
-    the launch's arguments would else be computed once, in front of all roles, and spill where a role begins.
+    """The same LaunchParams, opaque to the compiler, so that each role computes its own values from it. Otherwise LLVM
+    computes values that two roles share once, before all roles, and they spill at the start of a role.
     """
     shape, window = launch.shape, launch.window
     shape = ShapeParams(
@@ -52,9 +52,9 @@ def of_role(launch):
 
 @record
 class ProgramInputs:
-    """What a program's work tiles follow from, besides the launch's numbers."""
+    """Inputs that determine a program's work tiles, besides LaunchParams."""
 
-    program: Value  # deterministic: the program's number, from the tile counter; else None: its place in the grid
+    program: Value  # deterministic: the program's number, from the tile counter; else None (program_id is used)
     cu_seqlens_q: Value  # or None
     cu_seqlens_k: Value
     ranges: Value  # key ranges: KeyRangeTensors; else None
@@ -86,18 +86,18 @@ class DocumentRows:
 
     @gluon.jit
     def own(self, batch, seqlen_q, ranges):
-        """Whose rows are kept (`device.zero_foreign_rows`)."""
+        """The rows that `device.zero_foreign_rows` keeps, as its argument `own`."""
         return (self.q_start, self.q_stop, self.document, ranges.ids_q + batch.to(gl.int64) * seqlen_q)
 
 
 @record
 class KeyPlace:
-    """Where a program's keys are."""
+    """The batch entry, key head and tile of keys of a program."""
 
     batch: gl.tensor
     head_kv: gl.tensor
     n_block: gl.tensor
-    from_last: Value  # reversed sections: 1 for the last m_block first, else 0; None elsewhere
+    from_last: Value  # with reversed_sections: 1 if the last m_block comes first, else 0; otherwise None
 
     @gluon.jit
     def of_program(program, shape, traits: gl.constexpr):
@@ -105,7 +105,7 @@ class KeyPlace:
         if traits.deterministic:
             pid = opaque(program)
         else:
-            pid = opaque(gl.program_id(0))  # so that each role computes its own, and holds nothing for the others
+            pid = opaque(gl.program_id(0))  # each role computes its own, and no register holds it for other roles
         a_section = shape.l2_heads * shape.num_n_blocks
         section = pid // a_section
         head = section * shape.l2_heads + pid % shape.l2_heads
@@ -122,7 +122,7 @@ class KeyPlace:
 
 @record
 class WorkTile:
-    """Keys n_start .. of one key head of one sequence, and the tiles of queries that see them."""
+    """The keys from n_start on of one key head of one sequence, and the tiles of queries that see them."""
 
     is_valid: gl.tensor
     batch: gl.tensor
@@ -131,15 +131,15 @@ class WorkTile:
     m_start: gl.tensor  # first row of the first m_block
     num_m_blocks: gl.tensor  # of each query head
     first_m_tile: gl.tensor  # index of head 0's first tile of queries, among all
-    seqlen: SeqlenInfo  # num_keys: where the keys end that any row sees
-    num_keys_written: gl.tensor  # where the keys end whose gradients are written
+    seqlen: SeqlenInfo  # num_keys: one past the last key that a row sees
+    num_keys_written: gl.tensor  # one past the last key whose gradients are written
     rows: DocumentRows | gl.constexpr  # documents; else None
-    next_row: Value  # key ranges: the row of the program's keys at which a further tile begins, or -1; else None
+    next_row: Value  # key ranges: the row at which the program's next work tile begins, or -1; else None
     from_last: Value  # see KeyPlace
 
     @gluon.jit
     def of_program(row, inputs, launch, traits: gl.constexpr):
-        """row: key ranges: where in the program's keys the tile begins; else None."""
+        """row: with key ranges, the row of the program's keys at which the work tile begins; else None."""
         place = KeyPlace.of_program(inputs.program, launch.shape, traits)
         if traits.key_ranges:
             return range_tile(place, row, inputs.ranges, launch, traits)
@@ -170,7 +170,7 @@ class WorkTile:
 
     @gluon.jit
     def k_rows(self, stride, num_keys, shape, traits: gl.constexpr):
-        """Rows of K, V, dK or dV, of which num_keys are read or written."""
+        """Rows of K, V, dK or dV. The first num_keys are read or written."""
         offset = self.seqlen.offset_k
         if traits.key_ranges:
             offset = self.batch * stride
@@ -217,7 +217,7 @@ def sequence_tile(place, inputs, launch, traits: gl.constexpr):
 
 @gluon.jit
 def range_tile(place, row, ranges, launch, traits: gl.constexpr):
-    """The tile with which a program's keys go on at `row`: keys of one run of a document (`device.key_ranges`)."""
+    """The work tile that begins at `row` of a program's keys: one run of a document's keys (`device.key_ranges`)."""
     shape, window, batch = launch.shape, launch.window, place.batch
     seqlen_q, seqlen_k = shape.seqlen_q, shape.seqlen_k
     if traits.mask.documents:  # so that each role compares the addresses of both ids itself, as in `of_role`

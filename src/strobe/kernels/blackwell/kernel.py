@@ -133,7 +133,7 @@ BACKWARD_TILE_CONFIGS = {
     (128, 128): BackwardTileConfig(),
     (192, 128): BackwardTileConfig(q_stages=1),
 }
-# with dq added in order, because semaphores take registers of reduce: 0 bytes of spills for 16
+# with dq added in order, because semaphores take registers of reduce: it spilled 16 bytes before, 0 now
 ORDERED_REGISTERS = 176, 40
 
 
@@ -177,7 +177,7 @@ class BlackwellBackward:
 
     def workspace(self, problem: Problem, config: BackwardConfig) -> tuple[Buffer, ...]:
         """LSE and -delta of each row in whole tiles, and dQ's float32 sum. Deterministic: a semaphore for each tile of
-        dQ, and the counter of programs. preprocess_kernel zeroes all but the first.
+        dQ, and the counter of programs. preprocess_kernel zeroes all but `rows`.
         """
         traits = config.traits
         tiles = (entries(problem), problem.heads_q, query_tiles(problem, traits.block_m))
@@ -202,8 +202,8 @@ def backward_tiled(problem: Problem) -> tuple[int, int] | None:
 
 
 def _against_slices(problem: Problem) -> str | None:
-    """Triton 3.8 takes slices of tensor memory at multiples of their width alone. S and dP of 192/128, which overlap by
-    half, do not lie so.
+    """Why Triton cannot address the tiles in tensor memory, or None. Triton 3.8 takes slices only at multiples of their
+    width. At 192/128, S and dP overlap by half, so one of them is at no such multiple.
     """
     if backward_tiled(problem) == (192, 128) and import_module("triton").__version__.startswith("3.8"):
         return "Triton 3.8 cannot address the tensor memory of 192/128; 3.6, 3.7 and 3.9 can"
@@ -216,7 +216,7 @@ def _ordered(problem: Problem) -> bool:
 
 def _reversed_sections(problem: Problem) -> int:
     """Sections of causal heads in which dq is added from the first keys to the last: as many as in the Hopper backward,
-    where they are measured. None with batch_invariant, where a head's gradients must not depend on the number of heads.
+    where they were measured. None with batch_invariant: a head's gradients must not depend on the number of heads.
     """
     causal = problem.mask.right and not problem.mask.left and not problem.packed
     if not (problem.deterministic and causal) or problem.batch_invariant:

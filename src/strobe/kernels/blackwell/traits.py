@@ -75,7 +75,7 @@ class ForwardTraits(Constants, ForwardTileConstants):
 
     # roles that read a work tile: mma, softmax of both query stages, correction, store
     consumers = 5
-    # what the shared device functions (device.forward_scheduler, device.forward_mask) can do and this kernel does not
+    # features of shared device functions (device.forward_scheduler, device.forward_mask) that this kernel lacks
     has_block_lists = False
     numbers_sequences = False
     first_block_first = False

@@ -2,11 +2,11 @@
 
 A tile of block_n keys consists of boxes: one for each page in it, or one if a page holds the whole tile. TMA copies a
 box of `box_rows` rows and zeroes those behind the sequence's last key. With a left bound it also zeroes those before
-the first key that a query of the sequence sees; only in a box with both, these are copied. So free pages do not reach a
-product.
+the first key that a query of the sequence sees, unless the box also holds the last key. Rows of free pages therefore
+reach no product.
 
-The keys of a page whose id is not in the pool are hidden. Their box is zero, the producer reports it, and a word for
-each stage tells the consumers which boxes they are.
+The keys of a page whose id is not in the pool are hidden. Their box, a lost box, is zero, and the producer reports it.
+The producer writes the lost boxes of each stage of K to a word, as bits, which the consumers read.
 
 Descriptors wrap as those of packed sequences (`device.tma`). Their rows are those of the whole pool.
 """
@@ -130,7 +130,7 @@ class CachedKeys:
 
 @gluon.jit
 def allocate_cached_tiles(count: gl.constexpr, desc, block_n: gl.constexpr, main: gl.constexpr, tail: gl.constexpr):
-    """Shared memory for `count` tiles of block_n rows, of which descriptors copy boxes. main, tail: columns."""
+    """Shared memory for `count` tiles of block_n rows. A copy fills one box of a tile. main, tail: columns."""
     if desc.tail is None:
         return ColumnParts(_tiles(count, desc.main, block_n, main), None)
     else:
@@ -145,13 +145,13 @@ def _tiles(count: gl.constexpr, desc, rows: gl.constexpr, columns: gl.constexpr)
 
 @gluon.jit
 def allocate_lost_boxes(stages: gl.constexpr):
-    """Words in which the producer tells consumers the lost boxes of each stage of K."""
+    """A word for each stage of K. The producer writes the bits of its lost boxes, and consumers read them."""
     return gl.allocate_shared_memory(gl.int32, [stages, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def tell_lost_boxes(words, state, lost, errors):
-    """Before K's tile of the stage is copied. Reports boxes that are lost."""
+    """Write the lost boxes of a stage of K, before its tile is copied, and report them."""
     gl.atomic_or(errors, PAGES, mask=lost != 0, sem="relaxed")
     words.index(state.index).store(gl.full([4], 0, gl.int32, gl.BlockedLayout([4], [32], [1], [0])) + lost)
     partition_barrier()  # all lanes have stored before one arrives

@@ -25,7 +25,7 @@ class DropoutParams(NamedTuple):
     seed: Any  # int64 [1] on the device
     p: Any  # the probability that a weight is dropped
     scale: Any  # 1 / (1 - p)
-    offsets: Any = None  # int64 [4]: what follows the seed is added to the head, the query's and the key's position
+    offsets: Any = None  # int64 [4]: the seed, then what is added to the head, the query's and the key's position
 
 
 class DropoutStream(NamedTuple):

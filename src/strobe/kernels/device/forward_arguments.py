@@ -88,7 +88,7 @@ class CacheParams(NamedTuple):
     num_pages: Any  # of the pool
     k_step: Any  # rows of K from one page, or one sequence of a dense cache, to the next
     v_step: Any
-    few_tokens: Any  # sequences with at most so many new tokens are left to another launch
+    few_tokens: Any  # another launch runs sequences with at most this many new tokens
 
 
 class LaunchParams(NamedTuple):
@@ -124,7 +124,7 @@ class Pointers(NamedTuple):
 
 
 class KeyRangeTensors(NamedTuple):
-    """What the key ranges of a batch entry's rows follow from (`device.key_ranges`)."""
+    """Tensors that define the key ranges of each batch entry's rows (`device.key_ranges`)."""
 
     spans_q: Any
     spans_k: Any

@@ -285,7 +285,7 @@ def cached_work_tile(tile_index, num_tiles, cu_seqlens, cache, launch, errors, t
 
 @gluon.jit
 def row_tiles(cu_seqlens_q, sequence, launch, traits: gl.constexpr):
-    """How many tiles a head has of each of 32 sequences. 0 for those of few tokens, which another launch runs."""
+    """Number of tiles of a head for each of 32 sequences; 0 for those of few tokens, which another launch runs."""
     n, total = launch.shape.batch, launch.shape.seqlen_q
     _, tokens = span_of(cu_seqlens_q, sequence, n, total)
     is_left = (sequence > 0) & (sequence <= n) & (tokens <= launch.cache.few_tokens)

@@ -8,7 +8,7 @@
 The mask itself is never in memory: 16k x 16k has 64 KB of kinds. Lists are kept by the text of the function and by the
 storage, the view and the version of each tensor that it captures. So a tensor that changes in place has new lists.
 
-Packed sequences have lists of their own, of as many blocks as the longest sequence may have, for the forward alone.
+Packed sequences have lists of their own, of as many blocks as the longest sequence may have, for the forward only.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _lengths(problem: Problem) -> tuple[int, int, int] | None:
 
 
 def _sources(call: Call) -> tuple[Tensor, ...]:
-    """The tensors whose contents lists follow from."""
+    """The tensors from whose contents lists are computed."""
     captured = () if call.mods is None else call.mods.mask_tensors
     return (*captured, *(offsets for offsets in (call.cu_seqlens_q, call.cu_seqlens_k) if offsets is not None))
 
@@ -139,7 +139,7 @@ def _kept(
 
 
 def _key(problem: Problem, call: Call) -> tuple | None:
-    """What lists follow from; None where they must be made anew."""
+    """The key of a call's lists. None if lists cannot be kept and each call computes its own."""
     mods = call.mods
     identity = None if mods is None else identity_of(_sources(call), call.q.device)
     if mods is None or identity is None:
@@ -148,9 +148,9 @@ def _key(problem: Problem, call: Call) -> tuple | None:
 
 
 def while_kept(launch: Replay | None, call: Call, lists: Sequence[Tensor | None]) -> Replay | None:
-    """A recorded launch that reads lists, for as long as they are those of its mask: while they are kept, and the
-    storages of the mask's tensors are the same ones. (Their versions are among the addresses of a launch; those of
-    cu_seqlens are not, so packed calls are launched anew.) Lists belong to a stream, and a graph has its own.
+    """A replay of a recorded launch that reads lists. It refuses if the lists are no longer kept, if a storage of the
+    mask's tensors is gone, or on another stream. None, so that nothing is replayed, while a graph is captured, and
+    for packed calls: a launch's addresses have the versions of the mask's tensors, but not those of cu_seqlens.
     """
     if launch is None or call.mods is None or call.packed or (call.q.is_cuda and torch_private.cuda_is_capturing()):
         return None

@@ -58,7 +58,7 @@ class Launch(NamedTuple):
 
 
 class LaunchTensors(NamedTuple):
-    """What a persistent forward reads and writes besides q, k, v and out."""
+    """Tensors that a persistent forward reads and writes besides q, k, v and out."""
 
     lse: Tensor | None
     sinks: Tensor | None
@@ -68,8 +68,6 @@ class LaunchTensors(NamedTuple):
 
 
 Describe = Callable[[Plan, Call, Tensor, LaunchTensors], Launch]  # a plan, a call, its out and the rest
-
-
 Keep = Callable[[Replay | None], Replay | None]
 
 
@@ -80,8 +78,8 @@ def run(
     """Launch what `described` returns, or a cached launch with the same key.
 
     pack_gqa: out is stored by `pack_gqa_descriptor`. read: what the launch reads for the call's functions: tensors, and
-    numbers, which are part of the launch's key. keep: makes the replay of a launch that also reads what the addresses
-    of the call do not say.
+    numbers, which are part of the launch's key. keep: turns the recorded launch into a replay that checks inputs
+    which are not among the call's addresses.
     """
     traits: Any = plan.config.traits
     out = addressable(tensors.out, pack_gqa)

@@ -7,7 +7,7 @@ what these write by TMA.
     consumers --dV, dK or their sums--> dkv_full --> store warp --> dV and dK, or their float32 sums (group_splits)
 
 A step's dQ is a tile of the sum that several work tiles (tiles of keys) add to. It leaves in one of these ways
-(`DqStore`):
+(`StoreWarp`):
 
     way                     traits                    taken when                           gain
     atomic reduction        none of the others        rows see many keys                   adds never wait

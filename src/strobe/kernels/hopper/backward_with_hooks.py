@@ -24,7 +24,7 @@ def backward_with_hooks(
     above 1, so that programs do not share heads. Raises ValueError for calls that have none.
 
     score_mod_bwd may be None if score_mod adds a term that does not depend on the score, and nothing that it reads gets
-    a gradient. The accumulator of S cannot begin at -LSE where score_mod changes what S is worth.
+    a gradient. The accumulator of S cannot begin at -LSE where score_mod changes the scores.
     """
     hooks = {"score_mod": score_mod, "mask_mod": mask_mod, "score_mod_bwd": score_mod_bwd}
     traits = replace(traits, lse_folded=traits.lse_folded and score_mod is None, **hooks)

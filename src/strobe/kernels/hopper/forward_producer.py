@@ -29,7 +29,7 @@ class Pipelines:
     k: Pipeline
     v: Pipeline
     v_landed: gl.shared_memory_descriptor  # documents: barriers of the producer's own, on which V of a redo lands
-    lost_boxes: Value  # pages: words that tell which keys of K's stages are hidden; else None
+    lost_boxes: Value  # pages: words with the lost boxes of each stage of K (device.cached_keys); else None
 
 
 @record
@@ -150,8 +150,8 @@ class Producer:
 
     @gluon.jit
     def load_cached_tile(self, work, redo, state):
-        """`load_work_tile` of keys in a cache. Page ids are read a block ahead, and K's serve V, too: their latency
-        would stall the loads of blocks that take the tensor cores 0.9 us.
+        """`load_work_tile` for keys in a cache. Page ids are read one block ahead, and K and V use the same ids.
+        Otherwise their latency would stall the loads: the tensor cores take 0.9 us a block.
         """
         traits: gl.constexpr = self.traits
         CONSUMERS: gl.constexpr = traits.consumers

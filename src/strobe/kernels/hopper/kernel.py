@@ -510,8 +510,8 @@ def _folds_lse(problem: Problem, widths: tuple[int, int]) -> bool:
 
 def _splits(problem: Problem, target: Target, tuning: BackwardTileConfig) -> int:
     """Number of programs that share the heads of a group: enough to fill the SMs, or twice that if programs differ in
-    cost, so that the longest does not dominate. They differ, too, with a window that is no shorter than the rows, as
-    the rows at a border of context parallelism have.
+    cost, so that the longest does not dominate. Programs also differ in cost if a window has at least as many keys
+    as there are rows, as at a border of context parallelism.
 
     Each program adds to dk and dv in float32 memory, so more programs pay off only if they are long. GQA 64/8 causal
     (H200): at 8k 550 TFLOP/s with four, 526 with two, 426 with one; at 2k 426 with four and 399 with eight. Programs of

@@ -30,7 +30,7 @@ L2_BYTES = 32 << 20
 CONVERTED_ROWS = 32  # rows per program of convert_kernel, which only copies
 
 
-# ---------------------------------------------------------------- what the kernels are told, by name
+# ---------------------------------------------------------------- arguments of the kernels
 
 
 class ShapeParams(NamedTuple):
@@ -112,7 +112,7 @@ class LaunchParams(NamedTuple):
 
 
 class KeyRangeTensors(NamedTuple):
-    """What the key ranges of a batch entry's rows follow from (`device.key_ranges`)."""
+    """Tensors that define the key ranges of each batch entry's rows (`device.key_ranges`)."""
 
     spans_q: Any
     spans_k: Any

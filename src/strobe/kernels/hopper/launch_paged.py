@@ -1,7 +1,7 @@
 """Arguments and launches of packed queries over a cache, from a Plan and a call.
 
-Few tokens a sequence: the rows of no sequence, then the decode. Else the forward, which skips sequences of few tokens,
-then the decode of these, which skips the others.
+Few tokens a sequence: other_rows_kernel writes the rows of no sequence, then the decode runs. Otherwise the forward
+runs. If the plan has a decode, it runs the sequences of few tokens, and the forward skips these.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run_mixed(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tens
 def _decode(
     plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]
 ) -> tuple[tuple[Tensor | None, ...], Callable[[], Launch]]:
-    """What the decode's launch reads and writes, and the launch."""
+    """(tensors that the decode reads and writes, a function that describes its launch)."""
     word, partials = error_flags.word(call.q.device), partials_of(plan, workspace, call.q.device)
     tensors = DecodeTensors(
         call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks, call.cu_seqlens_q

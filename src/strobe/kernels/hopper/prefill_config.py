@@ -31,13 +31,13 @@ TUNINGS = {
     (256, 128): Tuning(block_n=64, stages=2, consumers=2, ping_pong=True),
     (256, 256): Tuning(block_n=64, stages=2, consumers=2, half_staged=True, ping_pong=True),
 }
-# Tiles of 128 queries run at 628 TFLOP/s where tiles of 192 reach 694 (a chunk of 2k over 32k keys, H200), but tanh
-# takes registers.
+# with a softcap, because tanh takes registers. Tiles of 128 queries are slower (docs/lab/2026-11-28-paged-prefill.md).
+# In the other widths, tiles are the same with and without a softcap.
 CAPPED = {(128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1)}
 
 
 def as_packed(problem: PagedProblem) -> Problem:
-    """The same queries over packed keys, as many as all sequences may have."""
+    """A packed problem with the same queries, and as many keys as all sequences may have."""
     layout = problem.layout
     return Problem(
         layout=Packed(layout.batch, problem.total_q, layout.batch * problem.capacity, None, None),
@@ -84,7 +84,7 @@ def of_few(problem: PagedProblem) -> PagedProblem:
 
 
 def rows_apart(problem: PagedProblem) -> tuple[int, int]:
-    """Rows of K and of V from one page, or one sequence of a dense cache, to the next; -1 if no whole number."""
+    """Rows of K and of V from one page, or one sequence of a dense cache, to the next; -1 if not a whole number."""
     entries = entries_of(problem)
     found = [entries_apart(max(entries, 2), strides) for strides in problem.strides[1:]]
     k_step, v_step = (-1 if entries > 1 and step is None else step or 0 for step in found)
@@ -97,7 +97,7 @@ def entries_of(problem: PagedProblem) -> int:
 
 
 def against_prefill(problem: PagedProblem, target: Target) -> str | None:
-    """Why the Hopper forward cannot run the queries, or None. For what the decode can run, sequences of few tokens."""
+    """Why the Hopper forward cannot run the queries, or None. The decode can run those of few tokens."""
     if problem.cache_dtype != problem.dtype or True in problem.scales:
         return f"caches in q's dtype only; this is in {DTYPES.get(problem.cache_dtype, problem.cache_dtype)}"
     if problem.out_dtype != problem.dtype:

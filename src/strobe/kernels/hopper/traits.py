@@ -14,7 +14,7 @@ from .decode_config import MOST_SHARED
 
 ROWS, THREADS = 64, 128  # rows and threads of one consumer
 WORK_TILE_BYTES = 64  # the backward's record of a work tile
-# of a consumer and of the producer, by the number of consumers; with a dense cache and with pages, producers need more
+# (registers of a consumer, of the producer) by the number of consumers. Producers need more with a cache.
 REGISTERS = {2: (240, 24), 3: (160, 32), 4: (112, 32)}
 REGISTERS_CACHE = {2: (232, 40), 3: (152, 56)}
 REGISTERS_PAGES = {2: (224, 56), 3: (152, 56)}

@@ -56,8 +56,8 @@ def rotate(x, new, tables, position, d, row_ok, strides, errors, traits: tl.cons
 
 @triton.jit
 def store_cached(pool, x, scale, place, d, row_ok, width: tl.constexpr, by_token: tl.constexpr, traits: tl.constexpr):
-    """A key or value to its row of the cache, divided by the scale and in 8 bits where the cache has them. place: of
-    its scale. by_token: the scale is that of this row, and is written.
+    """A key or value to its row of the cache, divided by the scale and in 8 bits where the cache has them. place: index
+    of the scale. by_token: each row has its own scale, which is computed from x and written.
     """
     if traits.eight_bits:
         if by_token:

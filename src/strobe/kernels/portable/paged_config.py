@@ -20,7 +20,7 @@ from .arguments import LEAST_SHARE, RECORD
 COMBINED_ROWS = 16  # rows per program of the combine
 PROGRAMS_PER_SM = 2
 MOST_PARTIALS = 8192  # with batch_invariant: partial results that are in memory at once
-LEAST_PARTIALS = 2  # where no tile can be split, because the kernels are compiled with memory for partial results
+LEAST_PARTIALS = 2  # also where no tile can be split: the kernels are compiled with memory for partial results
 PREFILL_ROWS = 128  # of tiles for prefills; 64 over 8-bit keys, which take registers while they are converted
 PREFILL_TILES = tuple(
     decode.TileConfig(*sizes) for sizes in ((64, 8, 3), (64, 8, 2), (32, 8, 3), (32, 8, 2), (16, 8, 1))
@@ -54,7 +54,7 @@ class PagedConfig:
 
 def paged_config(problem: PagedProblem, target: Target) -> PagedConfig:
     layout, heads = problem.layout, problem.heads_kv
-    # a mixed batch has long and short sequences: tiles fit those that are several times as long as the average
+    # a mixed batch has long and short sequences: tiles fit sequences of up to four times the average length
     tokens = min(layout.seqlen_q, 4 * -(-problem.total_q // max(1, layout.batch)))
     if problem.dtype.itemsize > 2:  # registers of products on CUDA cores
         tokens = min(tokens, max(1, decode.MOST_ROWS_WIDE // problem.group))

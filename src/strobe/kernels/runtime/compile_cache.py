@@ -21,13 +21,13 @@ from threading import Lock
 from typing import Any
 
 PACKAGE = Path(__file__).parents[2]
-LAUNCHING = {"first_call_overlap.py", "launch_cache.py", "launcher.py"}  # forms read nothing from these
+LAUNCHING = {"first_call_overlap.py", "launch_cache.py", "launcher.py"}  # traits read nothing from these
 _HASHING = Lock()  # one thread at a time: a function that another thread is about to hash has no constants yet
 
 
 @lru_cache
 def host_code() -> str:
-    """A hash of the code that forms read: of kernels, masks and problems. It takes 5 ms."""
+    """A hash of the code that traits read: of kernels, masks and problems. It takes 5 ms."""
     kernels = [file for file in sorted((PACKAGE / "kernels").rglob("*.py")) if file.name not in LAUNCHING]
     files = [*kernels, PACKAGE / "problem" / "mask.py", PACKAGE / "problem" / "problem.py"]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
@@ -35,7 +35,7 @@ def host_code() -> str:
 
 @dataclass(frozen=True)
 class Constants:
-    """The base of forms. They have no __str__ of their own, because Triton distinguishes kernels by it."""
+    """The base of traits. They have no __str__ of their own, because Triton distinguishes kernels by it."""
 
     host: str = field(default_factory=host_code, kw_only=True)
 

@@ -218,8 +218,8 @@ def backward_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tu
 
 
 def _of_mods(call: Call) -> tuple:
-    """Addresses of captured tensors, values of captured numbers, and versions of what a mask captures, from which lists
-    of blocks follow.
+    """Addresses of captured tensors, values of captured numbers, and versions of the tensors that a mask captures,
+    because lists of blocks are computed from them.
     """
     mods = call.mods
     if mods is None:

@@ -18,7 +18,7 @@ from ...problem.mods import ModTexts
 from ...problem.paged import PagedCall
 from ...problem.problem import Problem
 
-# first: a reduction of equal values, whose shuffles between lanes ptxas drops
+# `first` reduces equal values to one of them; ptxas drops the shuffles between lanes
 _HEAD = "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef first(a, b):\n    return a\n\n\n"
 
 

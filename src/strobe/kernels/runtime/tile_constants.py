@@ -9,7 +9,7 @@ from .tma_requirements import has_spans, rest
 
 
 class TileConstants:
-    """Of forwards and backwards: key ranges of rows, and tile columns in two parts, each a power of two."""
+    """Constants of forwards and backwards: key ranges of rows, and tile columns in two parts, each a power of two."""
 
     block_d: int
     block_dv: int
@@ -48,14 +48,14 @@ class TileConstants:
 
 
 class CacheConstants(NamedTuple):
-    """What is constant of a cache (device.cached_keys)."""
+    """Compile-time constants of a cache (device.cached_keys)."""
 
     page_size: int  # 0: a dense cache
     k_start: bool = False
 
 
 class ForwardTileConstants(TileConstants):
-    """Of forwards: what follows from the tile configuration `tuning`."""
+    """Constants of forwards that follow from the tile configuration `tuning`."""
 
     tuning: Any
     counted: bool
@@ -67,7 +67,7 @@ class ForwardTileConstants(TileConstants):
 
     @property
     def has_pages(self) -> bool:
-        """Whether keys lie in pages, of which any may have an id that is not in the pool."""
+        """Whether keys lie in pages. Any page may have an id that is not in the pool."""
         return self.cache is not None and self.cache.page_size > 0
 
     @property
