@@ -8,8 +8,8 @@ import pytest
 
 @pytest.fixture
 def wide_sums(monkeypatch):
-    """Sums in float64, as one number: how a host's libraries add follows the sizes of arrays, which a GPU's products
-    and reductions do not.
+    """Add in float64, so that a sum has the same bits for every array size. NumPy's order of adds depends on the size;
+    that of a GPU's products and reductions does not.
     """
 
     pytest.importorskip("triton")

@@ -1,5 +1,5 @@
-"""The Blackwell backward that adds to dq in order: the simulator told to object to any two float adds that nothing
-orders.
+"""The Blackwell backward that adds to dq in order. The simulator reports any two float adds whose order is not
+fixed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def ordered(case: Case) -> Call:
     return call._replace(deterministic=True)
 
 
-def form_of(call: Call) -> BackwardTraits:
+def traits_of(call: Call) -> BackwardTraits:
     return blackwell.BACKWARD.config(Problem.from_call(call), B200).traits
 
 
@@ -62,7 +62,7 @@ def run_and_judge(judge, case: Case, schedule: tuple[str, int]) -> None:
     call = ordered(case)
     with on(B200, *schedule, checks=ORDER) as run:
         judge(call, "normal", 5)
-    assert run.reports == [] and run.launches[-3:] == BACKWARD and form_of(call).deterministic
+    assert run.reports == [] and run.launches[-3:] == BACKWARD and traits_of(call).deterministic
 
 
 @pytest.mark.parametrize("name", [case.name for case in ON_EACH_COMMIT])
@@ -86,8 +86,8 @@ def gradients(call: Call, target: Target, schedule: tuple[str, int], **options) 
 @pytest.mark.nightly_cases("causal", "grouped", "packed_causal_other_keys")
 @pytest.mark.parametrize("name", ("three_tiles_of_keys", "causal", "grouped", "packed_causal_other_keys"))
 def test_the_bits_are_those_of_any_schedule(name):
-    """On two SMs, four or one, in any order of programs. One is enough, since programs wait for those that began before
-    them alone.
+    """On two SMs, four or one, in any order of programs. One is enough, because a program waits only for programs that
+    started before it.
     """
     first = gradients(ordered(CASES[name]), B200, ("eager", 0))
     for target, schedule, options in (
@@ -109,14 +109,14 @@ def test_without_turns_the_check_objects():
 @pytest.mark.parametrize("heads, sections", [((2, 2), 1), ((4, 2), 2)])
 def test_the_last_sections_go_from_the_first_keys(heads, sections):
     call = ordered(_case("sections", 300, 300, mask=CAUSAL, heads=heads))
-    assert form_of(call).reversed_sections == sections
-    assert form_of(call._replace(batch_invariant=True)).reversed_sections == 0
+    assert traits_of(call).reversed_sections == sections
+    assert traits_of(call._replace(batch_invariant=True)).reversed_sections == 0
     for other in (
         _case("dense", 300, 300),
         _case("window", 300, 300, mask=band(100, 20)),
         CASES[ON_EACH_COMMIT[2].name],
     ):
-        assert form_of(ordered(other)).deterministic and form_of(ordered(other)).reversed_sections == 0
+        assert traits_of(ordered(other)).deterministic and traits_of(ordered(other)).reversed_sections == 0
 
 
 def test_selection_says_that_dq_is_added_in_order():

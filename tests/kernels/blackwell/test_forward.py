@@ -187,12 +187,12 @@ def test_a_hundred_seeds(name, mode):
 @pytest.mark.parametrize("name", [case.name for case in LARGE])
 def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
     case = CASES[name]
-    tuning = _form(case).tuning
+    tuning = _traits(case).tuning
     assert case.batch * case.heads[0] * -(-case.seqlen_q // tuning.block_m) >= 2 * PROGRAMS
     assert 2 * -(-case.keys // tuning.block_n) > tuning.stages  # keys and values share a ring
 
 
-def _form(case: Case, dtype: torch.dtype = torch.bfloat16, target=B200) -> blackwell.ForwardTraits:
+def _traits(case: Case, dtype: torch.dtype = torch.bfloat16, target=B200) -> blackwell.ForwardTraits:
     return select(Problem.from_call(case.build("cpu", dtype, kernel="blackwell")), target).forward.config.traits
 
 
@@ -201,9 +201,9 @@ def test_tiles_that_cost_the_same_are_taken_without_a_counter(monkeypatch):
     no counter.
     """
     assert [
-        _form(CASES[name]).counted for name in ("causal", "window_left", "window_right", "packed_other_keys_96")
+        _traits(CASES[name]).counted for name in ("causal", "window_left", "window_right", "packed_other_keys_96")
     ] == [True] * 4
-    assert not _form(CASES["three"]).counted  # one tile
+    assert not _traits(CASES["three"]).counted  # one tile
     monkeypatch.setattr(persistent_launch, "zeros_on", None)
     case = CASES["whole_tiles"]
     assert case.heads[0] * case.seqlen_q // 256 == 2 * PROGRAMS
@@ -244,7 +244,7 @@ def test_lse_of_rows_without_keys():
 def test_a_row_of_nan_is_nan_and_no_other(dtype):
     """Through the exp unit and through multiply-adds: d128 without a mask uses both."""
     call = _case("nan", 130, 150, heads=(1, 1)).build("cpu", dtype, kernel="blackwell")
-    assert _form(_case("nan", 130, 150, heads=(1, 1)), dtype).by_fma > 0
+    assert _traits(_case("nan", 130, 150, heads=(1, 1)), dtype).by_fma > 0
     q = call.q.clone()
     q[0, 3] = float("nan")
     found, run = simulated(call._replace(q=q), B200)
@@ -256,9 +256,10 @@ def test_a_row_of_nan_is_nan_and_no_other(dtype):
 
 
 def test_cases_share_tiles_or_do_not_as_their_names_say():
-    assert all(_form(case).tuning.pack_gqa == case.heads[0] // case.heads[1] > 1 for case in JOINED)
+    assert all(_traits(case).tuning.pack_gqa == case.heads[0] // case.heads[1] > 1 for case in JOINED)
     assert all(
-        _form(CASES[name]).tuning.pack_gqa == 1 < _form(CASES[name]).group for name in ("grouped_gaps", "one_key_head")
+        _traits(CASES[name]).tuning.pack_gqa == 1 < _traits(CASES[name]).group
+        for name in ("grouped_gaps", "one_key_head")
     )
 
 
@@ -281,17 +282,19 @@ def test_cases_share_tiles_or_do_not_as_their_names_say():
 )
 def test_heads_share_tiles_where_that_makes_fewer(rows, heads, pack_gqa):
     """As many rows a query as the next power of two: three heads take four. A tile has 256."""
-    assert _form(_case("shared", rows, 130, heads=heads)).tuning.pack_gqa == pack_gqa
-    assert _form(_case("shared", lengths_q=(rows, rows), lengths_k=(130, 130), heads=heads)).tuning.pack_gqa == pack_gqa
+    assert _traits(_case("shared", rows, 130, heads=heads)).tuning.pack_gqa == pack_gqa
+    assert (
+        _traits(_case("shared", lengths_q=(rows, rows), lengths_k=(130, 130), heads=heads)).tuning.pack_gqa == pack_gqa
+    )
 
 
 def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
     """TMA has no dimension left for them; dense ones may lie as they like."""
     for storage, pack_gqa in (("contiguous", 4), ("gaps", 1), ("heads_first", 1)):
-        assert _form(_case("apart", lengths_q=(3, 7), heads=(8, 2), storage=storage)).tuning.pack_gqa == pack_gqa, (
+        assert _traits(_case("apart", lengths_q=(3, 7), heads=(8, 2), storage=storage)).tuning.pack_gqa == pack_gqa, (
             storage
         )
-        assert _form(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.pack_gqa == 4, storage
+        assert _traits(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.pack_gqa == 4, storage
 
 
 @pytest.mark.nightly_cases("joined_three_rows")
@@ -414,8 +417,8 @@ def test_lse_errs_as_the_polynomial_does(dtype, allowed):
 
 
 def test_the_share_goes_by_type_of_gpu():
-    assert _form(CASES["dense"]).by_fma > 0
-    assert _form(CASES["dense"], target=replace(FAKES["B300"], sm_count=2)).by_fma == 0
+    assert _traits(CASES["dense"]).by_fma > 0
+    assert _traits(CASES["dense"], target=replace(FAKES["B300"], sm_count=2)).by_fma == 0
 
 
 # ---------------------------------------------------------------- the barrier table

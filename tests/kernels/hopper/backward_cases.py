@@ -222,5 +222,5 @@ SPANS = (  # rows of a batch entry see different spans of keys
 CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *SPANS)}
 
 
-def _form(case: Case, target: Target = H200) -> hopper.BackwardTraits:
+def _traits(case: Case, target: Target = H200) -> hopper.BackwardTraits:
     return hopper.BACKWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), target).traits

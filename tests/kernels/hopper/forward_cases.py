@@ -263,6 +263,6 @@ SPANS = (  # rows of a batch entry see different spans of keys
 CASES = {case.name: case for case in (*LARGE, *PACKED, *SMALL, *JOINED, *SPANS)}
 
 
-def _form(case: Case) -> hopper.ForwardTraits:
+def _traits(case: Case) -> hopper.ForwardTraits:
     problem = Problem.from_call(case.build("cpu", torch.bfloat16))
     return hopper.FORWARD.config(problem, H200).traits

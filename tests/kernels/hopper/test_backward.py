@@ -43,8 +43,8 @@ from tests.kernels.hopper.backward_cases import (
     LARGE,
     SPANS,
     _case,
-    _form,
     _narrow,
+    _traits,
 )
 from tools.proof.simulate import on
 
@@ -90,7 +90,7 @@ LONG_ROWS = (
 @pytest.mark.nightly_cases("packed_causal-*")
 @pytest.mark.parametrize("name, schedule", alternating_schedules(LONG_ROWS))
 def test_the_sum_of_dq_is_cleared_where_rows_see_many_keys(name, schedule, judge, as_of_many_keys):
-    assert not _form(CASES[name]).dq_first_writer_stores
+    assert not _traits(CASES[name]).dq_first_writer_stores
     n = LONG_ROWS.index(name)
     run_and_judge(judge, CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
 
@@ -157,7 +157,7 @@ def test_when_sums_of_dq_are_cleared_ahead(seqlen, heads, width, bounds, options
 
 @pytest.mark.parametrize("name", LONG_ROWS)
 def test_the_first_tile_of_keys_stores_where_rows_see_few(name):
-    assert _form(CASES[name]).dq_first_writer_stores
+    assert _traits(CASES[name]).dq_first_writer_stores
 
 
 LAGGING = (
@@ -258,7 +258,7 @@ def test_when_dq_is_of_the_step_before_and_scores_begin_at_lse(batch, seqlen, he
 def test_scores_begin_at_lse_at_every_scale(scale, judge):
     case = _case("scaled", 200, 260, mask=CAUSAL, scale=scale)
     call = case.build("cpu", torch.bfloat16, "normal", seed=5, requires_grad=True, kernel="hopper")
-    assert _form(case).lse_folded == (abs(scale) > 1e-30)
+    assert _traits(case).lse_folded == (abs(scale) > 1e-30)
     with on(H200, *SCHEDULES[0]) as run:
         judge(call, "normal", 5)
     assert run.reports == []
@@ -284,7 +284,7 @@ def test_who_adds_last_writes_dq(name, schedule, judge):
     """
     sizes = {"heads": (2, 2), "mask": CAUSAL} | FEW_KEYS[name]
     case = _case(name, sizes.pop("seqlen_q"), sizes.pop("seqlen_k"), sizes.pop("head_dim"), **sizes)
-    assert _form(case).dq_last_writer_converts
+    assert _traits(case).dq_last_writer_converts
     run_and_judge(judge, case, torch.bfloat16, "normal", schedule)
 
 
@@ -366,7 +366,7 @@ def run_and_judge(judge, case: Case, dtype: torch.dtype, family: str, schedule: 
     call = case.build("cpu", dtype, family, seed=5, requires_grad=True, kernel="hopper")
     with on(H200, *schedule) as run:
         judge(call, family, 5)
-    assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + _launched(call, _form(case))
+    assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + _launched(call, _traits(case))
 
 
 def _launched(call: Call, traits: hopper.BackwardTraits) -> list[str]:
@@ -383,7 +383,7 @@ def _launched(call: Call, traits: hopper.BackwardTraits) -> list[str]:
 @pytest.mark.parametrize("name", [case.name for case in LARGE])
 def test_sizes_wrap_the_rings(name):
     case = CASES[name]
-    tuning = _form(case).tuning
+    tuning = _traits(case).tuning
     tiles = -(-case.seqlen_q // tuning.block_m)
     assert tiles * case.heads[0] // case.heads[1] > tuning.stages
     assert case.keys > tuning.block_n, "a second tile of keys adds to dq's sum"
@@ -463,7 +463,7 @@ def _gradients_of(call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def test_the_table_has_every_tiling():
-    used = {(traits.block_d, traits.block_dv) for traits in map(_form, LARGE)}
+    used = {(traits.block_d, traits.block_dv) for traits in map(_traits, LARGE)}
     assert used == set(hopper.BACKWARD_TUNINGS)
 
 

@@ -1,4 +1,4 @@
-"""The Hopper backward that adds to dq in order: the simulator told to object to any two float adds that nothing
+"""The Hopper backward that adds to dq in order: the simulator reports any two float adds that nothing
 orders."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def ordered(name: str) -> Call:
     )
 
 
-def form_of(call: Call) -> hopper.BackwardTraits:
+def traits_of(call: Call) -> hopper.BackwardTraits:
     return hopper.BACKWARD.config(Problem.from_call(call), H200).traits
 
 
@@ -63,7 +63,7 @@ def test_adds_are_in_order(name, schedule, judge):
     call = ordered(name)
     with on(H200, *schedule, checks=ORDER) as run:
         judge(call, "normal", 5)
-    assert run.reports == [] and run.launches[-3:] == BACKWARD and form_of(call).deterministic
+    assert run.reports == [] and run.launches[-3:] == BACKWARD and traits_of(call).deterministic
 
 
 @pytest.mark.nightly
@@ -75,7 +75,7 @@ def test_adds_are_in_order_under_every_schedule(name, judge):
         call = ordered(name)
         with on(H200, *schedule, checks=ORDER) as run:
             judge(call, "normal", 5)
-        assert run.reports == [] and run.launches[-3:] == BACKWARD and form_of(call).deterministic
+        assert run.reports == [] and run.launches[-3:] == BACKWARD and traits_of(call).deterministic
 
 
 def gradients(call: Call, target: Target, schedule: tuple[str, int], **options) -> tuple[torch.Tensor, ...]:
@@ -116,7 +116,7 @@ def test_the_last_sections_go_from_the_first_keys(n, name, judge):
     build = lambda: case.build("cpu", torch.bfloat16, "normal", 5, requires_grad=True, kernel="hopper")._replace(
         deterministic=True
     )
-    assert form_of(build()).reversed_sections == (2 if name == "groups" else 1)
+    assert traits_of(build()).reversed_sections == (2 if name == "groups" else 1)
     with on(H200, *SCHEDULES[n % 3], checks=ORDER) as run:
         judge(build(), "normal", 5)
     assert run.reports == [] and run.launches[-3:] == BACKWARD
@@ -135,7 +135,7 @@ def test_batch_invariant_gradients_have_no_last_sections():
     def of_the_first(batch: int) -> tuple[torch.Tensor, ...]:
         leaves = [t.bfloat16().expand(batch, -1, -1, -1).contiguous().requires_grad_() for t in (q, k, v)]
         call = Call(*leaves, right=0, kernel="hopper", batch_invariant=True, needs_grad=True)
-        assert form_of(call).deterministic and form_of(call).reversed_sections == 0
+        assert traits_of(call).deterministic and traits_of(call).reversed_sections == 0
         return tuple(t[0] for t in gradients(call, H200, ("eager", 0)))
 
     assert all(map(torch.equal, of_the_first(1), of_the_first(2)))
@@ -143,7 +143,7 @@ def test_batch_invariant_gradients_have_no_last_sections():
 
 @pytest.mark.parametrize("name", ("dense", "window_both", "packed_causal_other_keys"))
 def test_tiles_that_cost_the_same_have_no_last_sections(name):
-    assert form_of(ordered(name)).deterministic and form_of(ordered(name)).reversed_sections == 0
+    assert traits_of(ordered(name)).deterministic and traits_of(ordered(name)).reversed_sections == 0
 
 
 def test_without_turns_the_check_objects():

@@ -19,7 +19,7 @@ from strobe.kernels.hopper import kernel as hopper
 from strobe.problem.call import Call
 from strobe.problem.problem import Problem
 from strobe.problem.target import FAKES
-from tests.kernels.hopper.backward_cases import BACKWARD_OF_SPLIT_GROUPS, CASES, _case, _form, band
+from tests.kernels.hopper.backward_cases import BACKWARD_OF_SPLIT_GROUPS, CASES, _case, _traits, band
 from tools.proof.compile import launches
 from tools.proof.simulate import on
 
@@ -59,7 +59,7 @@ def test_groups_are_divided(name, schedule, judge):
     assert (
         run.reports == []
         and run.launches[-5:] == BACKWARD_OF_SPLIT_GROUPS
-        and _form(case, ROOMY).group_splits == SPLIT[name]
+        and _traits(case, ROOMY).group_splits == SPLIT[name]
     )
 
 

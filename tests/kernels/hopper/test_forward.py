@@ -39,7 +39,7 @@ from strobe.problem.problem import Problem
 from strobe.problem.target import FAKES
 from strobe.testing import FAMILIES, Case, assert_as_good_as
 from strobe.testing.cases import laid_out
-from tests.kernels.hopper.forward_cases import CASES, LARGE, SPANS, _case, _form, _packed
+from tests.kernels.hopper.forward_cases import CASES, LARGE, SPANS, _case, _packed, _traits
 from tools.proof.simulate import on, simulated
 
 pytestmark = pytest.mark.usefixtures("as_of_many_keys")
@@ -73,7 +73,7 @@ def _is_usual_at_64(traits: hopper.ForwardTraits) -> bool:
     )
 
 
-OF_FOUR = [name for name, case in CASES.items() if _is_usual_at_64(_form(case))]
+OF_FOUR = [name for name, case in CASES.items() if _is_usual_at_64(_traits(case))]
 
 
 @pytest.mark.nightly_cases(
@@ -83,7 +83,7 @@ OF_FOUR = [name for name, case in CASES.items() if _is_usual_at_64(_form(case))]
 def test_hopper_forward_of_four_consumers(name, schedule, monkeypatch):
     """The same of fewer keys a row, though still with early weights."""
     monkeypatch.setattr(hopper, "FEW", {(64, 64): (float("inf"), hopper.PIECES[64, 64])})
-    traits = _form(CASES[name])
+    traits = _traits(CASES[name])
     assert traits.tuning.consumers == 4 and traits.early
     n = OF_FOUR.index(name) + 2 * SCHEDULES.index(schedule)
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
@@ -100,7 +100,7 @@ def as_of_few_keys(monkeypatch):
 
 
 AS_IT_IS = {name: getattr(hopper, name) for name in ("EARLY_KEYS", "FEW")}
-OF_FEW = [name for name, case in CASES.items() if not _form(case).early]
+OF_FEW = [name for name, case in CASES.items() if not _traits(case).early]
 SHORT_OF_FEW = {
     "causal",
     "causal_more_rows_sinks",
@@ -115,7 +115,7 @@ SHORT_OF_FEW = {
 @pytest.mark.nightly_cases(*(f"{name}-*" for name in OF_FEW if name not in SHORT_OF_FEW))
 @pytest.mark.parametrize("name, schedule", alternating_schedules(OF_FEW))
 def test_hopper_forward_of_few_keys(name, schedule, as_of_few_keys):
-    traits = _form(CASES[name])
+    traits = _traits(CASES[name])
     assert not traits.early and (traits.swap_consumers or name not in SHORT_OF_FEW)
     n = OF_FEW.index(name) + 2 * SCHEDULES.index(schedule)
     run_and_judge(CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], schedule)
@@ -133,7 +133,7 @@ def test_hopper_forward_under_every_schedule(name, family):
 @pytest.mark.parametrize("name", [case.name for case in LARGE])
 def test_sizes_wrap_the_rings_and_give_a_program_two_tiles(name):
     case = CASES[name]
-    tuning = _form(case).tuning
+    tuning = _traits(case).tuning
     pack_gqa = tuning.pack_gqa
     rows = hopper.ROWS * tuning.consumers // rows_per_query(pack_gqa)
     assert case.batch * case.heads[0] // pack_gqa * -(-case.seqlen_q // rows) >= 2 * PROGRAMS
@@ -228,7 +228,7 @@ def test_consumers_without_rows_are_those_of_a_causal_sequences_first_tile(width
             else _case("", length, None, width, heads=(1, 1), mask=CAUSAL)
         )
 
-    tuning = _form(case(300)).tuning
+    tuning = _traits(case(300)).tuning
     length = tuning.block_m + 4
     _, run = simulated(case(length).build("cpu", torch.bfloat16, "normal", 5, kernel="hopper"), H200)
     assert run.reports == []
@@ -244,7 +244,7 @@ def test_consumers_of_short_causal_rows_multiply_as_much_as_each_other(as_of_few
     which had 20 of 36 products.
     """
     case = _case("", 512, None, 128, heads=(2, 2), mask=CAUSAL)
-    assert _form(case).swap_consumers
+    assert _traits(case).swap_consumers
     _, run = simulated(case.build("cpu", torch.bfloat16, "normal", 5, kernel="hopper"), H200, "timed")
     products = Counter((one.cta, one.name) for one in run.events if one.kind == "mma")
     assert run.reports == [] and len(products) == 2 * PROGRAMS * 2 and set(products.values()) == {18}

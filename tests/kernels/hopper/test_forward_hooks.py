@@ -347,24 +347,24 @@ def test_lists_of_key_blocks(name):
 # ---------------------------------------------------------------- what the host says
 
 
-def _form(case: Case) -> hopper.ForwardTraits:
+def _traits(case: Case) -> hopper.ForwardTraits:
     return hopper.FORWARD.config(Problem.from_call(case.build("cpu", torch.bfloat16)), H200).traits
 
 
 def test_tiles_divide_the_blocks():
     """d64 has tiles of 256 queries by itself, and a call whose blocks are narrower than any tile is refused."""
-    traits = _form(_case("d64", head_dim=64))
+    traits = _traits(_case("d64", head_dim=64))
     listed = hopper.with_hooks(traits, block_size=(128, 128))
     assert traits.block_m == 256 and (listed.block_m, listed.counted) == (128, True)
     with pytest.raises(ValueError, match="blocks of 128 queries and 32 keys"):
         hopper.with_hooks(traits, block_size=(128, 32))
-    documents = _form(MODS["documents"][0])
+    documents = _traits(MODS["documents"][0])
     with pytest.raises(ValueError, match="documents"):
         hopper.with_hooks(documents, block_size=(128, 128))
 
 
 def test_heads_with_lists_of_their_own_are_not_packed():
-    traits = _form(_case("gqa", 33, 400, heads=(4, 1)))
+    traits = _traits(_case("gqa", 33, 400, heads=(4, 1)))
     assert traits.pack_gqa == 4 and hopper.with_hooks(traits, block_size=(128, 128)).pack_gqa == 4
     apart = hopper.with_hooks(traits, block_size=(128, 128), per_head=True)
     assert (apart.pack_gqa, apart.group) == (1, 4)
@@ -378,7 +378,7 @@ def test_heads_with_lists_of_their_own_are_not_packed():
 
 def test_functions_of_one_name_are_told_apart():
     """Triton prints a function as its module and name."""
-    traits = _form(_case("plain"))
+    traits = _traits(_case("plain"))
 
     def made(text: str):
         name = f"<{text}>"

@@ -18,7 +18,7 @@ from strobe.kernels.hopper import kernel as hopper
 from strobe.ops import attention as ops
 from strobe.testing import assert_as_good_as
 from strobe.testing.cases import laid_out
-from tests.kernels.hopper.forward_cases import CASES, JOINED, _case, _form, _packed
+from tests.kernels.hopper.forward_cases import CASES, JOINED, _case, _packed, _traits
 from tools.proof.simulate import on, simulated
 
 pytestmark = pytest.mark.usefixtures("as_of_many_keys")
@@ -54,10 +54,11 @@ APART = (
 
 
 def test_cases_share_tiles_or_do_not_as_their_names_say():
-    forms = {name: _form(case) for name, case in CASES.items() if case.heads[0] > case.heads[1]}
-    shared = {name for name, traits in forms.items() if traits.tuning.pack_gqa > 1}
-    assert shared == {*SHARING, *SHARING_ALSO} and forms.keys() - shared == set(APART)
-    assert all(forms[name].group == 1 for name in shared) and all(forms[name].group > 1 for name in APART)
+    traits_by_name = {name: _traits(case) for name, case in CASES.items() if case.heads[0] > case.heads[1]}
+    shared = {name for name, traits in traits_by_name.items() if traits.tuning.pack_gqa > 1}
+    assert shared == {*SHARING, *SHARING_ALSO} and traits_by_name.keys() - shared == set(APART)
+    assert all(traits_by_name[name].group == 1 for name in shared)
+    assert all(traits_by_name[name].group > 1 for name in APART)
     wanted = {hopper.tiled(case.head_dim, case.head_dim_v or case.head_dim) for case in JOINED}
     assert wanted == set(hopper.TUNINGS)
 
@@ -88,15 +89,15 @@ def test_heads_share_tiles_where_that_makes_fewer(rows, heads, width, pack_gqa, 
     """As many rows a query as the next power of two: three heads take four. A tile has 128, at d64 192, of packed ones
     at d128 192, at d64 256.
     """
-    assert _form(_case("shared", rows, 130, width, heads=heads)).tuning.pack_gqa == pack_gqa
-    assert _form(_packed("shared", (rows, rows), (130, 130), width, heads=heads)).tuning.pack_gqa == packed
+    assert _traits(_case("shared", rows, 130, width, heads=heads)).tuning.pack_gqa == pack_gqa
+    assert _traits(_packed("shared", (rows, rows), (130, 130), width, heads=heads)).tuning.pack_gqa == packed
 
 
 def test_packed_queries_whose_heads_lie_apart_do_not_share_tiles():
     """TMA has no dimension left for them; dense ones may lie as they like."""
     for storage, pack_gqa in (("contiguous", 4), ("gaps", 1), ("heads_first", 1)):
-        assert _form(_packed("apart", (3, 7), heads=(8, 2), storage=storage)).tuning.pack_gqa == pack_gqa, storage
-        assert _form(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.pack_gqa == 4, storage
+        assert _traits(_packed("apart", (3, 7), heads=(8, 2), storage=storage)).tuning.pack_gqa == pack_gqa, storage
+        assert _traits(_case("apart", 3, 9, heads=(8, 2), storage=storage)).tuning.pack_gqa == 4, storage
 
 
 NOW = ("joined_window", "joined_threes", "joined_d64", "joined_packed")

@@ -1,4 +1,4 @@
-"""What a repeated launch of packed queries over a cache needs: the launcher knows every address of its arguments."""
+"""Launches of packed queries over a cache can be repeated: the launcher knows every address of their arguments."""
 
 from __future__ import annotations
 
