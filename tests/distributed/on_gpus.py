@@ -1,8 +1,8 @@
 """Check context parallelism over NCCL on all GPUs of this machine: results beside one GPU's, bits, no wait of the host
-in a step, and that a rank that dies ends the others. Each row is printed as soon as it is there.
+in a step. Each row is printed as soon as it is measured.
 
     python -m tests.distributed.on_gpus              results
-    python -m tests.distributed.on_gpus killed       a rank that dies
+    python -m tests.distributed.on_gpus killed       whether the other ranks end by themselves after one has died
 
 Without GPUs four processes compute on the CPU over gloo.
 """
@@ -42,7 +42,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Row(NamedTuple):
-    """A plan and its mask's name; what it is compared with depends on both."""
+    """A plan, the name of its mask, and the length and scheme that it was made for."""
 
     seqlen: int
     mask: str

@@ -169,14 +169,14 @@ def _wrong(found: Found) -> None:
             ),
         }
         for name, call in calls.items():
-            told: list = [None] * (last + 1)
+            messages: list = [None] * (last + 1)
             message = ""
             try:
                 call()
             except strobe.InvalidProblem as error:
                 message = str(error)
-            dist.all_gather_object(told, message)
-            found[f"wrong {name}: {scheme}"] = told
+            dist.all_gather_object(messages, message)
+            found[f"wrong {name}: {scheme}"] = messages
 
 
 def _given(found: Found) -> None:
@@ -375,7 +375,7 @@ def _nested(found: Found, world: int, each: int) -> None:
 
 
 def abandoned(rank: int, folder: str, store: str, world: int) -> None:
-    """Rank 1 ends in the middle of training; each other writes its error and the seconds until it came."""
+    """Rank 1 ends in the middle of training; each other rank writes its error and the seconds until the error."""
     from datetime import timedelta
 
     torch.set_num_threads(1)
@@ -388,10 +388,10 @@ def abandoned(rank: int, folder: str, store: str, world: int) -> None:
     if rank == 1:
         os._exit(9)
     start = time.monotonic()
-    told = "nothing"
+    message = "nothing"
     try:
         strobe.attention(q, k, v, context_parallel=plan)
     except RuntimeError as error:
-        told = str(error)
-    torch.save((told, time.monotonic() - start), Path(folder) / f"told{rank}.pt")
+        message = str(error)
+    torch.save((message, time.monotonic() - start), Path(folder) / f"error{rank}.pt")
     os._exit(0)

@@ -91,10 +91,10 @@ def _refused(rank: int, folder: str, packages: str) -> None:
         _attach_context_parallel_hooks(made.module)
     except ValueError as error:
         if rank == 0:
-            (Path(folder) / "told").write_text(str(error))
+            (Path(folder) / "error").write_text(str(error))
 
 
 def test_accelerates_own_context_parallelism_refuses_the_model(packages, tmp_path):
     """If it no longer does, the guide must not say so."""
     together(_refused, tmp_path, str(tmp_path), packages)
-    assert "sliding_attention" in (tmp_path / "told").read_text()
+    assert "sliding_attention" in (tmp_path / "error").read_text()

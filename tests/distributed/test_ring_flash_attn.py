@@ -109,6 +109,15 @@ def test_rows_that_do_not_halve_are_refused_by_zigzag(alone):
         ring.zigzag_ring_flash_attn_varlen_func(q[0], q[0], q[0], torch.tensor([0, 5], dtype=torch.int32), 5)
 
 
+@pytest.mark.parametrize("heads", [(5, 2, 2), (4, 2, 3)])
+def test_heads_that_do_not_group_are_refused_by_llama3(heads, alone):
+    """Its slices of heads would leave some out."""
+    q, k, v = (torch.randn(8, count, 16) for count in heads)
+    *lengths, keys = ring.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 8], dtype=torch.int32), True, 0, 1)
+    with pytest.raises(strobe.InvalidProblem, match=f"got {heads[0] if heads[0] % 2 else heads[2]} heads"):
+        ring.llama3_flash_attn_varlen_func(q, k, v, *lengths, heads_k_stride=1, local_k_slice=keys)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is None, reason=original.NO_RING)
 def test_signatures_are_those_of_the_library(tmp_path):
     together(_signatures, tmp_path, tmp_path, world=1)

@@ -59,6 +59,6 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(world, tmp_path: Path):
     for process in processes:
         process.join(120)
     for rank in {*range(world)} - {1}:
-        told, seconds = torch.load(tmp_path / f"told{rank}.pt")
-        assert told != "nothing" and seconds < 40
+        message, seconds = torch.load(tmp_path / f"error{rank}.pt")
+        assert message != "nothing" and seconds < 40
     assert [process.exitcode for process in processes] == [9 if rank == 1 else 0 for rank in range(world)]

@@ -44,7 +44,9 @@ def attend_plan(call: Call, plan: Plan, mask: Mask | None, functions: Functions 
 
 
 def described(dropout: Dropout | None, on_gpu: bool) -> str:
-    """What ranks compare of dropout. On a GPU a new seed in each step would compare, and so wait, in each step."""
+    """The text by which ranks compare their dropout. On a GPU it leaves out the seed: each new text is compared, which
+    waits for the device, and training has a new seed in each step.
+    """
     if dropout is None:
         return ""
     seed = "" if on_gpu or isinstance(dropout.seed, Tensor) else f", seed {dropout.seed}"

@@ -143,8 +143,8 @@ class ContextParallel:
         keys = max(size(without(need, runs)) for need, runs in zip(needs, rows)) * sizes.key_bytes
         local = -(-sizes.seqlen // count)
         heads = bytes_of_heads(sizes, sizes.seqlen, local, count)
-        told = f"keys would move {keys / 2**20:.2f} MiB to a rank, heads {heads / 2**20:.2f}"
-        return (by_keys, "keys", told) if keys < heads else (by_heads, "heads", told)
+        reason = f"keys would move {keys / 2**20:.2f} MiB to a rank, heads {heads / 2**20:.2f}"
+        return (by_keys, "keys", reason) if keys < heads else (by_heads, "heads", reason)
 
     def _divide(self, visible: Visible, seqlen: int, ranks: int) -> tuple[str, tuple[Runs, ...]]:
         """The name of a division and the rows of each rank that exchanges keys."""

@@ -74,7 +74,7 @@ class Transfer:
         taken: Sequence[tuple[int, Tensor]],
         group: ProcessGroup | None,
     ):
-        """given: tensors and the ranks of the group that get them. taken: room for what comes, and from whom."""
+        """given: the target rank in the group and the tensor to send. taken: the source rank and the tensor to fill."""
         transfers = [(dist.isend, *one) for one in given] + [(dist.irecv, *one) for one in taken]
         operations = [
             dist.P2POp(operation, _bytes(tensor), group=group, group_peer=rank)

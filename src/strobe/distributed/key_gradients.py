@@ -39,7 +39,7 @@ class KeyGradients:
         sums = [(run, self._sum(run, several)) for run, several in plan.key_layers[mine]]
         given: list[tuple[int, Tensor]] = []
         taken: list[tuple[int, Tensor]] = []
-        parts: list[tuple[Run, Pair]] = []  # what each rank adds to dk and dv of own keys, by rank
+        parts: list[tuple[Run, Pair]] = []  # dk and dv of own keys that each rank computed, by rank
         for rank, owned in enumerate(plan.groups):
             if rank != mine:
                 cut = [(run, _part(run, whole, pair)) for whole, pair in sums for run in overlap((whole,), owned)]
@@ -78,7 +78,8 @@ class KeyGradients:
     def _total(self, parts: list[tuple[Run, Tensor]], like: Tensor, wide: Tensor | None) -> Tensor:
         """The sums of parts over own positions, as [B, local rows, H_kv, width].
 
-        wide: one part of all own positions. Sums are written into it, so that positions of one part are not copied.
+        wide: a part that covers all own positions, or None. Sums are written into it, so that positions that are in no
+        other part are not copied.
         """
         own, found = self.plan.own_rows, layers([run for run, _ in parts])
         cut = [

@@ -34,14 +34,16 @@ OFFSETS = ("h", "q", "k")  # the inputs that get offsets, in the order of the nu
 
 
 class Sequences(NamedTuple):
-    """Packed sequences: for each position the index of its sequence, and the first position of that. int32 [S]."""
+    """For each position of a packed tensor: the index of its sequence, and the first position of this sequence.
+    int32 [S].
+    """
 
     index: Tensor
     start: Tensor
 
 
 class Functions(NamedTuple):
-    """What a call computes beside plain attention, apart from its mask."""
+    """The custom score and the dropout of a call."""
 
     score: object = None  # a score_mod, or None
     dropout: Dropout | None = None
@@ -195,7 +197,7 @@ class HoldKeys(torch.autograd.Function):
         cut = lambda tensor, run: tensor[offset(plan.held, run[0]) :][: run[1] - run[0]]
         given = [
             (rank, cut(part, run)) for rank, runs in enumerate(taken_keys) for run in runs for part in rows
-        ]  # what came is given back
+        ]  # gradients of received keys return to their rank
         room = [
             (rank, run, [part.new_empty((run[1] - run[0], *part.shape[1:])) for part in rows])
             for rank, runs in enumerate(given_keys)

@@ -37,7 +37,9 @@ def mask_of_offsets(plan: Plan, cu_seqlens: Tensor) -> Mask:
 
 
 def sequences_of(plan: Plan, cu_seqlens: Tensor, documents: Mask) -> Sequences:
-    """What functions of scores look up. Positions outside of every sequence are hidden, so what they find is free."""
+    """The tables in which functions of scores look up a position's sequence. A position outside of every sequence is
+    hidden, so its entry does not matter.
+    """
 
     def made() -> Sequences:
         index = cast("Documents", documents.documents).ids_q[0].clamp(min=0)

@@ -152,6 +152,10 @@ def llama3_flash_attn_varlen_func(
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     options = Setting(softmax_scale, causal, window_size, None, deterministic).plain()
     heads_kv, groups = k.shape[1], q.shape[1] // k.shape[1]
+    if q.shape[1] % heads_kv:
+        raise InvalidProblem("q", f"{q.shape[1]} heads", f"a multiple of k's {heads_kv} heads", "repeat key heads")
+    if v.shape[1] != heads_kv:
+        raise InvalidProblem("v", f"{v.shape[1]} heads", f"k's {heads_kv} heads", "give k and v the same heads")
     if heads_k_stride < 1 or heads_kv % heads_k_stride:
         raise InvalidProblem("heads_k_stride", heads_k_stride, f"a divisor of {heads_kv} key heads", "pass 1")
     outs = []
