@@ -269,3 +269,38 @@ def test_pages_beside_what_requires_grad(device):
     assert torch.equal(out.detach(), plain) and not plain.requires_grad
     with pytest.raises(NotImplementedError, match="gradients through block_table"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_padding_and_indices_out_of_range(packed, device):
+    """Negative left padding counts as 0. A sequence whose index has no row of the page table has no keys."""
+    held = _held("pages 3", LENGTHS, "fa3", device=device)
+    q = _random(4, 1, HEADS, WIDTH, device=device)
+    more = {"cu_seqlens_q": torch.arange(5, dtype=torch.int32, device=device), "max_seqlen_q": 1} if packed else {}
+
+    def run(**options):
+        return fa3.flash_attn_with_kvcache(
+            q[:, 0] if packed else q, held.k, held.v, cache_seqlens=_ints(LENGTHS, device), **held.arguments, **more,
+            **options,
+        )  # fmt: skip
+
+    plain = run()
+    assert torch.equal(run(cache_leftpad=_ints([0, -3, 0, -1], device)), run(cache_leftpad=_ints([0] * 4, device)))
+    assert strobe.last_errors() == []
+    out = run(cache_batch_idx=_ints([0, 4, 2, -1], device))
+    assert torch.equal(out[::2], plain[::2]) and not out[1::2].any()
+    assert any("page id" in error for error in strobe.last_errors())
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("name", ["cache_batch_idx", "cache_leftpad"])
+def test_what_is_wrong_with_padding_and_indices(name, packed):
+    held, q = _held("pages 3", LENGTHS, "fa3", device="cpu"), _random(4, 1, HEADS, WIDTH)
+    more = {"cu_seqlens_q": torch.arange(5, dtype=torch.int32), "max_seqlen_q": 1} if packed else {}
+    cases = {"list": [0, 1, 2, 3], "torch.float32": torch.zeros(4), r"(torch.int32|shape) \[1, 4\]": _ints([[0] * 4])}
+    for words, wrong in cases.items():
+        with pytest.raises((strobe.InvalidProblem, TypeError), match=f"^{name}: got {words}"):
+            fa3.flash_attn_with_kvcache(
+                q[:, 0] if packed else q, held.k, held.v, cache_seqlens=_ints(LENGTHS), **held.arguments, **more,
+                **{name: wrong},
+            )  # fmt: skip

@@ -99,9 +99,7 @@ def _forward(q: Tensor, cache: Cache, setting: Setting) -> tuple[Tensor, Tensor]
         append(_pools(cache, before, scales), k_new, v_new, rotary=None if apart else rotary)
         if rotary is not None:
             call = call._replace(q=_turned(q, rotary, first, _along(setting)))
-    in_place = (
-        cache.page_table is None and cache.batch_idx is None and cache.leftpad is None and cache.k.dtype == q.dtype
-    )
+    in_place = cache.page_table is None and cache.leftpad is None and cache.k.dtype == q.dtype
     if in_place and not isinstance(cache.seqlens, Tensor) and q.shape[1] > _FEW_ROWS:
         if (
             not torch.compiler.is_compiling()
@@ -153,7 +151,8 @@ def _held(cache: Cache, seqlens: Tensor, scales: Scales = (None, None)) -> Paged
         return DenseCache(cache.k, cache.v, seqlens, cache.leftpad, *scales)
     if cache.leftpad is None:
         return PagedCache(cache.k, cache.v, cache.page_table, seqlens, *scales)
-    return PagedCache(*_by_key(cache, cache.page_table, cache.leftpad), seqlens - cache.leftpad, *scales)
+    leftpad = cache.leftpad.clamp(min=0)
+    return PagedCache(*_by_key(cache, cache.page_table, leftpad), seqlens - leftpad, *scales)
 
 
 def _pools(cache: Cache, seqlens: Tensor, scales: Scales) -> PagedCache | DenseCache:
@@ -162,12 +161,17 @@ def _pools(cache: Cache, seqlens: Tensor, scales: Scales) -> PagedCache | DenseC
 
 
 def _indexed(cache: Cache) -> Cache:
-    """The cache without batch_idx. Rows that it picks become pages of one row each; of a page table it picks rows."""
+    """The cache without batch_idx. Without a page table, each row of the cache becomes a page, and batch_idx the page
+    table. With one, batch_idx selects rows of the page table; an index out of range selects pages of -1.
+    """
     index = cache.batch_idx
     if index is None:
         return cache
     if cache.page_table is not None:
-        return cache._replace(batch_idx=None, page_table=cache.page_table.index_select(0, index))
+        rows = len(cache.page_table)
+        selected = cache.page_table.index_select(0, index.clamp(0, rows - 1))
+        out_of_range = ((index < 0) | (index >= rows))[:, None]
+        return cache._replace(batch_idx=None, page_table=selected.masked_fill(out_of_range, -1))
     return cache._replace(batch_idx=None, page_table=index[:, None], pages="cache_batch_idx")
 
 
@@ -179,7 +183,7 @@ def _by_key(cache: Cache, page_table: Tensor, leftpad: Tensor) -> tuple[Tensor, 
     if any(pool.stride(0) != size * pool.stride(1) for pool in (cache.k, cache.v)):
         got, remedy = "a tensor beside pages whose keys do not follow one another", "lay pages out with rows first"
         raise UnsupportedProblem(describe("cache_leftpad", got, "pages [n, page_size, H, D], contiguous", remedy))
-    place = torch.arange(cache.capacity, device=leftpad.device) + leftpad.long().clamp(min=0)[:, None]
+    place = torch.arange(cache.capacity, device=leftpad.device) + leftpad.long()[:, None]
     place = place.clamp(max=max(cache.capacity - 1, 0))
     page = page_table.long().gather(1, place // max(size, 1))
     entry = torch.where(page < 0, -1, page * size + place % max(size, 1)).clamp(max=2**31 - 1)
@@ -213,7 +217,7 @@ def _turned(q: Tensor, rotary: Rotary, first: Tensor, along: bool) -> Tensor:
 
 
 def _turned_packed(q: Tensor, rotary: Rotary, first: Tensor, offsets: Tensor, along: bool) -> Tensor:
-    """The same of packed rows [T, H, D]. Rows of no sequence are arbitrary."""
+    """`_turned` of packed rows [T, H, D]. Rows of no sequence are arbitrary."""
     row = torch.arange(len(q), device=q.device, dtype=offsets.dtype)
     sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=len(first) - 1)
     return _turned_at(q, rotary, first.long()[sequence] + (row - offsets[sequence]) * along)
@@ -258,10 +262,18 @@ def _check(q: Tensor, cache: Cache) -> None:
     if not isinstance(cache.interleaved, bool):
         raise wrong_type("rotary_interleaved", cache.interleaved, "a bool", "pass True or False")
     _check_new(cache)
+    _check_indices(cache)
+
+
+def _check_indices(cache: Cache) -> None:
     for name, given in (("cache_batch_idx", cache.batch_idx), ("cache_leftpad", cache.leftpad)):
-        if given is not None and (given.dtype != torch.int32 or given.dim() != 1):
-            got, remedy = f"{given.dtype} {list(given.shape)}", "give a number for each sequence"
-            raise InvalidProblem(name, got, "torch.int32 [B]", remedy)
+        if given is None:
+            continue
+        remedy = "give a number for each sequence"
+        if not isinstance(given, Tensor):
+            raise wrong_type(name, given, "an int32 tensor [B] or None", remedy)
+        if given.dtype != torch.int32 or given.dim() != 1:
+            raise InvalidProblem(name, f"{given.dtype} {list(given.shape)}", "torch.int32 [B]", remedy)
 
 
 def _check_new(cache: Cache) -> None:
@@ -323,17 +335,14 @@ def _check_room(cache: Cache, before: Tensor, count: int) -> None:
             expected,
             "make the cache longer" if cache.page_table is None else f"give {held} more columns",
         )
-    if cache.page_table is not None:
-        name, ids = cache.pages, cache.page_table.long().gather(1, positions // max(cache.k.shape[1], 1))
-    elif cache.batch_idx is not None:
-        name, ids = "cache_batch_idx", cache.batch_idx[:, None]
-    else:
+    if cache.page_table is None:
         return
+    ids = cache.page_table.long().gather(1, positions // max(cache.k.shape[1], 1))
     wrong = ids[(ids < 0) | (ids >= len(cache.k))].tolist()
     if wrong:
         expected = f"ids from 0 to {len(cache.k) - 1} where new keys go"
         raise InvalidProblem(
-            name, f"{wrong[0]} where a new key goes", expected, "reserve the pages of new keys before the call"
+            cache.pages, f"{wrong[0]} where a new key goes", expected, "reserve the pages of new keys before the call"
         )
 
 
@@ -379,6 +388,7 @@ def _forward_packed(
     if (cache.k_new is None) != (cu_seqlens_k_new is None) or (cache.k_new is None) != (cache.v_new is None):
         expected = "k, v and cu_seqlens_k_new together, or none of them"
         raise InvalidProblem("cu_seqlens_k_new", cu_seqlens_k_new, expected, "give the offsets of the new keys")
+    _check_indices(cache)
     cache, batch = _indexed(cache), len(cu_seqlens_q) - 1
     before = _lengths(batch, cache) if cache.k_new is None or cache.seqlens is not None else cache.seqlens
     if not isinstance(before, Tensor):
