@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem, describe, wrong_type
-from ..interface.decode import _call, _settings, append
-from ..interface.paged import _call as paged_call
+from ..interface.decode import Settings, append, decode_call, settings_of
+from ..interface.paged import paged_call
 from ..ops import decode as ops_decode
 from ..ops import paged as ops_paged
 from ..problem.cache import FP8, DenseCache, PagedCache, Rotary
@@ -137,9 +137,11 @@ def _new(cache: Cache, scaled: Scaled) -> tuple[Tensor, Tensor, tuple[Tensor | N
 
 
 def _decode_call(q: Tensor, held: PagedCache | DenseCache, setting: Setting) -> DecodeCall:
-    return _call(
-        q, held, _settings(setting.causal, setting.window, setting.scale, setting.softcap or None, None, False, None)
-    )
+    return decode_call(q, held, _settings(setting))
+
+
+def _settings(setting: Setting) -> Settings:
+    return settings_of(setting.causal, setting.window, setting.scale, setting.softcap or None, None, False, None)
 
 
 Scales = tuple[Tensor | None, Tensor | None]
@@ -418,6 +420,4 @@ def _forward_packed(
 def packed_call(
     q: Tensor, held: PagedCache | DenseCache, setting: Setting, cu_seqlens_q: Tensor, longest_q: int | None
 ) -> PagedCall:
-    softcap = setting.softcap or None
-    settings = setting.causal, setting.window, setting.scale, softcap, None, False, None
-    return paged_call(q, held, cu_seqlens_q, longest_q, settings)
+    return paged_call(q, held, cu_seqlens_q, longest_q, _settings(setting))

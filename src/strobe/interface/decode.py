@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -59,7 +59,7 @@ def attention_decode(
     """
     if others:
         raise unknown(attention_decode, others)
-    call = _call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel))
+    call = decode_call(q, cache, settings_of(causal, window, scale, softcap, sinks, batch_invariant, kernel))
     out = out if out is None else output_tensor(out)
     return ops_mods.attend_decode(call, score_mod, checked_mask(mask), out)[0]
 
@@ -86,7 +86,7 @@ def partial_attention_decode(
     """
     if others:
         raise unknown(partial_attention_decode, others)
-    call = _call(q, cache, _settings(causal, window, scale, softcap, None, batch_invariant, kernel))
+    call = decode_call(q, cache, settings_of(causal, window, scale, softcap, None, batch_invariant, kernel))
     out, lse = ops_mods.attend_decode(call._replace(partial=True), score_mod, checked_mask(mask))
     return Partial(out, lse)  # type: ignore[arg-type]  # a partial call has an lse
 
@@ -108,7 +108,7 @@ def explain_decode(
     """
     if others:
         raise unknown(explain_decode, others)
-    call = _call(q, cache, _settings(causal, window, scale, softcap, sinks, batch_invariant, kernel))
+    call = decode_call(q, cache, settings_of(causal, window, scale, softcap, sinks, batch_invariant, kernel))
     return ops_mods.choice_decode(call, score_mod, checked_mask(mask))
 
 
@@ -156,10 +156,19 @@ def append(
     ops_decode.append(AppendCall.of(cache, k_new, v_new, rotary, offsets))
 
 
-Settings = tuple  # sinks, left, right, scale, softcap, batch_invariant, kernel
+class Settings(NamedTuple):
+    """The options of a call over a cache, in the order of the fields of `DecodeCall`."""
+
+    sinks: Tensor | None
+    left: int
+    right: int
+    scale: float | None
+    softcap: float
+    batch_invariant: bool
+    kernel: str
 
 
-def _settings(
+def settings_of(
     causal: bool,
     window: Window | None,
     scale: float | None,
@@ -168,15 +177,16 @@ def _settings(
     batch_invariant: bool,
     kernel: str | None,
 ) -> Settings:
+    """The checked options of these keywords."""
+    if sinks is not None and not isinstance(sinks, Tensor):
+        raise wrong_type("sinks", sinks, "a tensor [H_q] or None", "wrap it in torch.tensor(...)")
     left, right = band(causal, window)
     scale, cap, _, batch_invariant, name = options_of(scale, softcap, False, batch_invariant, kernel)
-    return sinks, left, right, scale, cap, batch_invariant, name
+    return Settings(sinks, left, right, scale, cap, batch_invariant, name)
 
 
-def _call(q: Tensor, cache: PagedCache | DenseCache, settings: Settings) -> DecodeCall:
+def decode_call(q: Tensor, cache: PagedCache | DenseCache, settings: Settings) -> DecodeCall:
     held = Held.of(cache)
     if not isinstance(q, Tensor):
         raise wrong_type("q", q, "a tensor [B, T, H_q, D]", "pass a torch.Tensor")
-    if settings[0] is not None and not isinstance(settings[0], Tensor):
-        raise wrong_type("sinks", settings[0], "a tensor [H_q] or None", "wrap it in torch.tensor(...)")
     return DecodeCall(q, *held, *settings)

@@ -13,11 +13,12 @@ from ..mods.score import ScoreMod
 from ..ops import mods_paged
 from ..problem.cache import DenseCache, Held, PagedCache
 from ..problem.foreign_arguments import unknown
-from ..problem.keywords import Window, as_length, band, options_of, output_tensor
+from ..problem.keywords import Window, as_length, output_tensor
 from ..problem.mask import Mask, as_int32
 from ..problem.merge import Partial
 from ..problem.paged import PagedCall
 from ..selection.select import Choice
+from .decode import Settings, settings_of
 
 
 @overload
@@ -83,7 +84,8 @@ def attention_paged(
         raise unknown(attention_paged, others)
     if not isinstance(return_lse, bool):
         raise wrong_type("return_lse", return_lse, "a bool", "pass True or False")
-    call = _call(q, cache, cu_seqlens_q, max_seqlen_q, (causal, window, scale, softcap, sinks, batch_invariant, kernel))
+    settings = settings_of(causal, window, scale, softcap, sinks, batch_invariant, kernel)
+    call = paged_call(q, cache, cu_seqlens_q, max_seqlen_q, settings)
     out = out if out is None else output_tensor(out)
     out, lse = mods_paged.attend(call, score_mod, checked_mask(mask), out, not return_lse)
     return out if lse is None or not return_lse else (out, lse)
@@ -111,7 +113,8 @@ def partial_attention_paged(
     """
     if others:
         raise unknown(partial_attention_paged, others)
-    call = _call(q, cache, cu_seqlens_q, max_seqlen_q, (causal, window, scale, softcap, None, batch_invariant, kernel))
+    settings = settings_of(causal, window, scale, softcap, None, batch_invariant, kernel)
+    call = paged_call(q, cache, cu_seqlens_q, max_seqlen_q, settings)
     out, lse = mods_paged.attend(call._replace(partial=True), score_mod, checked_mask(mask))
     return Partial(out, lse)  # type: ignore[arg-type]  # a partial call has an lse
 
@@ -132,26 +135,20 @@ def explain_paged(
     """
     if others:
         raise unknown(explain_paged, others)
-    settings = (causal, window, scale, softcap, sinks, batch_invariant, kernel)
-    return mods_paged.choice(_call(q, cache, cu_seqlens_q, max_seqlen_q, settings), score_mod, checked_mask(mask))
+    settings = settings_of(causal, window, scale, softcap, sinks, batch_invariant, kernel)
+    return mods_paged.choice(paged_call(q, cache, cu_seqlens_q, max_seqlen_q, settings), score_mod, checked_mask(mask))
 
 
-def _call(
-    q: Tensor, cache: PagedCache | DenseCache, cu_seqlens_q: Tensor, max_seqlen_q: int | None, settings: tuple
+def paged_call(
+    q: Tensor, cache: PagedCache | DenseCache, cu_seqlens_q: Tensor, max_seqlen_q: int | None, settings: Settings
 ) -> PagedCall:
-    """settings: causal, window, scale, softcap, sinks, batch_invariant, kernel."""
-    causal, window, scale, softcap, sinks, batch_invariant, kernel = settings
     held = Held.of(cache)
     for name, tensor, shape in (("q", q, "[T, H_q, D]"), ("cu_seqlens_q", cu_seqlens_q, "int32 [B + 1]")):
         if not isinstance(tensor, Tensor):
             raise wrong_type(name, tensor, f"a tensor {shape}", "pass a torch.Tensor")
-    if sinks is not None and not isinstance(sinks, Tensor):
-        raise wrong_type("sinks", sinks, "a tensor [H_q] or None", "wrap it in torch.tensor(...)")
-    left, right = band(causal, window)
-    scale, cap, _, batch_invariant, name = options_of(scale, softcap, False, batch_invariant, kernel)
     k, v, seqlens, page_table, k_start, k_scale, v_scale = held
     promised = as_length("max_seqlen_q", max_seqlen_q)
     return PagedCall(
-        q, k, v, seqlens, as_int32(cu_seqlens_q), page_table, k_start, k_scale, v_scale, sinks, promised,
-        left, right, scale, cap, batch_invariant, name,
+        q, k, v, seqlens, as_int32(cu_seqlens_q), page_table, k_start, k_scale, v_scale, settings.sinks, promised,
+        *settings[1:],
     )  # fmt: skip
