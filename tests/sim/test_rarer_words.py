@@ -261,7 +261,7 @@ def test_programs_that_have_not_started_are_taken_over(mode):
     assert run.stats["ctas"] == len(set(owner.tolist())) < 9
 
 
-def test_an_answer_that_nobody_waits_for_is_told():
+def test_an_answer_that_nobody_waits_for_is_reported():
     with simulate("sm_100", check=False) as run:
         stolen_kernel[(5,)](torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), False)
     assert "race" in {report.kind for report in run.reports}

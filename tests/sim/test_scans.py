@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from strobe.sim import simulate
+from strobe.sim import Checks, simulate
 
 
 @triton.jit
@@ -74,3 +74,13 @@ def test_a_long_scan_combines_few_times(monkeypatch):
     with simulate("sm_90"):
         scanned_kernel[(1,)](torch.rand(1024), torch.randn(1024), torch.empty(1024), 1024, False)
     assert len(calls) == 10
+
+
+@pytest.mark.parametrize("size", [16, 1024])
+def test_sums_that_overflow_are_reported(size):
+    x = torch.full((size,), 2**30, dtype=torch.int32)
+    with simulate("sm_90", check=False, checks=Checks(overflow=True)) as run:
+        summed_kernel[(1,)](x, torch.empty_like(x), size, "sum")
+    assert {report.kind for report in run.reports} == {"assert"} and "overflow" in run.reports[0].text
+    with simulate("sm_90"):
+        summed_kernel[(1,)](x, torch.empty_like(x), size, "sum")

@@ -83,7 +83,7 @@ def reports_of(kernel, number: int, scale=None) -> list[str]:
 
 
 @pytest.mark.parametrize("kernel, number", [*((kernel, 0) for kernel in WRONG), (other_side_kernel, 3)])
-def test_none_beyond_a_runtime_condition_is_told(kernel, number):
+def test_none_beyond_a_runtime_condition_is_reported(kernel, number):
     (text,) = reports_of(kernel, number)
     assert "scale is None in `" in text and "test_untaken.py:" in text and kernel.__name__ in text
     assert not reports_of(kernel, number, torch.ones(4))
@@ -137,7 +137,7 @@ def called_kernel(tensors, out, is_scaled):
 
 
 @pytest.mark.parametrize("kernel", [field_kernel, called_kernel])
-def test_a_field_that_is_none_is_told(kernel):
+def test_a_field_that_is_none_is_reported(kernel):
     with simulate("sm_90", check=False) as run:
         kernel[(1,)](Tensors(torch.ones(1), None), torch.ones(1), 0)
     (report,) = run.reports

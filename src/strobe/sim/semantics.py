@@ -181,7 +181,10 @@ class _Evaluated(TritonSemantic):
         data = [np.moveaxis(value.data, axis % rank, 0) for value in values]
         data = [array[::-1] for array in data] if reverse else data
         known = _ACCUMULATED.get(_combining_name(region_builder_fn)) if len(inputs) == 1 else None
-        if known is not None and (_wide(inputs) or (known is np.add and data[0].dtype.kind == "i")):
+        whole = data[0].dtype.kind == "i"
+        if whole and self.builder.machine.checks.overflow:  # each sum of integers is checked where Triton computes it
+            known = None
+        if known is not None and (_wide(inputs) or (known is np.add and whole)):
             scanned = [known.accumulate(data[0], axis=0, dtype=data[0].dtype)]
         else:
             scanned = self._scanned(region_builder_fn, values, data)
