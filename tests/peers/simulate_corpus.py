@@ -1,4 +1,4 @@
-"""Kernels that nobody here wrote, in the simulator: which run, are right, are reported, or are not supported.
+"""Run kernels of other projects in the simulator: which are right, which are reported, which are not supported.
 
     python -m tests.peers.simulate_corpus --path UNPACKED_WHEELS [--only fla/] [--results results/corpus.jsonl]
     python -m tests.peers.simulate_corpus --tutorials TRITON/python/tutorials
@@ -355,9 +355,13 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def error(pair: Pair) -> float:
-    """The largest difference, relative to the largest number of the reference. NaN and infinity equal themselves."""
+    """The largest difference, relative to the largest number of the reference. NaN and infinity equal themselves. It is
+    infinite if shapes differ.
+    """
     gaps = []
     for ours, theirs in zip(tensors(pair[0]), tensors(pair[1]), strict=True):
+        if ours.shape != theirs.shape:
+            return float("inf")
         same = (ours == theirs) | (ours.isnan() & theirs.isnan())
         gap = torch.where(same, 0.0, (ours - theirs).abs().nan_to_num(torch.inf))
         largest = torch.where(theirs.isfinite(), theirs, 0.0).abs().max()

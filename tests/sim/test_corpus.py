@@ -47,6 +47,7 @@ def broken():
         (lambda: (torch.tensor([torch.nan, torch.inf, 1.0]),) * 2, "right", 0),
         (lambda: (torch.tensor([torch.nan, 1.0]), torch.tensor([2.0, 1.0])), "wrong", 0),
         (lambda: (True, False), "wrong", 0),
+        (lambda: (torch.ones(1), torch.ones(3)), "wrong", 0),
     ],
 )
 def test_outcomes(function, outcome, reported):
