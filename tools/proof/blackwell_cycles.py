@@ -3,9 +3,9 @@
     python -m tools.proof.blackwell_cycles            a table
     python -m tools.proof.blackwell_cycles --json     one object
 
-The simulator runs the kernel over two and over three tiles of queries. What the longer run has more is a step: products
-with their shapes and the places of their operands, and the bytes that threads write to shared memory and add to global
-memory. `strobe.bench.cycles` makes cycles of them. Nothing here ran on a Blackwell GPU.
+The simulator runs the kernel over two and over three tiles of queries. The difference of the two runs is one step: its
+products, with their shapes and the places of their operands, and the bytes that threads write to shared memory and add
+to global memory. `strobe.bench.cycles` turns them into cycles. Nothing here ran on a Blackwell GPU.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ TARGET = FAKES["B200"]
 PEAK = TARGET.peak_tflops  # of dense 16-bit products
 # TFLOP/s of FlashAttention-4 on a B200, d128 dense, 8k (Dao-AILab/flash-attention, pull request 2280)
 PUBLISHED = {"one CTA": 1248, "pair": 1360}
-# and with deterministic gradients
+# the same with deterministic gradients
 ORDERED = {"one CTA": 980, "pair": 1167}
 
 
 class Counts(NamedTuple):
-    """Of the main kernel."""
+    """Products and bytes of the backward's main kernel."""
 
     products: Counter  # of Product
     stored: int  # bytes that threads write to shared memory
@@ -49,8 +49,12 @@ class Counts(NamedTuple):
     loaded: int  # bytes that TMA writes to shared memory
 
     def less(self, other: Counts) -> Counts:
-        numbers = (a - b for a, b in zip(self[1:], other[1:]))
-        return Counts(self.products - other.products, *numbers)
+        return Counts(
+            self.products - other.products,
+            self.stored - other.stored,
+            self.added - other.added,
+            self.loaded - other.loaded,
+        )
 
 
 def counted(tiles: int, width: int, width_v: int) -> Counts:
@@ -90,11 +94,11 @@ class Way(NamedTuple):
     @property
     def bound(self) -> float:
         """TFLOP/s of dense attention if the busiest unit never waits."""
-        return PEAK * self.cycles.tensor / max(self.cycles[:4])
+        return PEAK * self.cycles.tensor / self.cycles.busiest
 
     def waiting(self, published: float) -> float:
         """Cycles of a step in which the busiest unit waited at a published speed."""
-        return PEAK * self.cycles.tensor / published - max(self.cycles[:4])
+        return PEAK * self.cycles.tensor / published - self.cycles.busiest
 
 
 def ways(width: int = ROWS, width_v: int = ROWS) -> list[Way]:
@@ -139,7 +143,7 @@ def predicted(found: list[Way]) -> tuple[float, float]:
     own, *others = found
     waits = [way.waiting(PUBLISHED[way.name]) for way in others]
     flops = PEAK * own.cycles.tensor
-    low, high = (flops / (max(own.cycles[:4]) + wait) for wait in (max(waits), min(waits)))
+    low, high = (flops / (own.cycles.busiest + wait) for wait in (max(waits), min(waits)))
     return low, high
 
 

@@ -81,6 +81,11 @@ class Cycles(NamedTuple):
         named = {"tensor": self.tensor, "exp": self.exp, "shared": self.shared, "issue": self.issue}
         return max(named, key=lambda name: named[name])
 
+    @property
+    def busiest(self) -> float:
+        """Cycles of the busiest unit; `loads` do not count."""
+        return getattr(self, self.binds)
+
 
 # multiply-add, exponential, add, half a three-way maximum, half a conversion (compiled for sm_100 at d128)
 SCORE_INSTRUCTIONS = 4.0
@@ -144,7 +149,7 @@ class Row(NamedTuple):
     @property
     def ceiling(self) -> float:
         """The fraction of the tensor cores' peak that is reachable given the busiest unit."""
-        return self.cycles.tensor / max(self.cycles[:4])
+        return self.cycles.tensor / self.cycles.busiest
 
 
 def _best_share(step: Pass, capability: int) -> float:
