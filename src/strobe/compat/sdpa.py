@@ -174,7 +174,7 @@ _asked = Asked()  # of all switches
 
 
 def _ask(before: _Before) -> None:
-    """Follow what the switches ask for together: masks and dropout if one asks for them."""
+    """Set `_asked` from all switches: masks and dropout run on strobe if one switch asks for them."""
     global _asked
     tagged = compiler.cache_key_tag == before.our_tag
     masks = [one.asked.masks for one in _switches if one.asked.masks is not None]

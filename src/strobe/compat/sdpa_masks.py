@@ -24,7 +24,7 @@ from .aten import served, top_left
 
 
 class Asked(NamedTuple):
-    """What `enable` was asked for. masks None: where strobe is faster than torch, or torch would hold all scores."""
+    """The arguments of `enable`. masks=None: calls for which strobe is faster than torch, or torch holds all scores."""
 
     masks: bool | None = None
     dropout: bool = False
@@ -40,15 +40,15 @@ class Asked(NamedTuple):
 
 
 def kernel_of(original: Callable, asked: Callable[[], Asked], passed: Callable[[Exception], None]) -> Callable:
-    """aten::scaled_dot_product_attention. original: torch's. asked: what is asked for now. passed: gets the reason why
-    a call goes to torch's.
+    """A kernel of aten::scaled_dot_product_attention. original: torch's kernel. asked: returns the current arguments of
+    `enable`. passed: gets the reason why a call goes to torch's kernel.
     """
 
     def kernel(
         query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False, **later
     ):
         if attn_mask is None and dropout_p == 0.0 and not later:
-            if scale is None and enable_gqa is False:  # few arguments, which take their time
+            if scale is None and enable_gqa is False:  # each argument costs host time
                 return original(query, key, value, None, 0.0, True) if is_causal else original(query, key, value)
             return original(query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
         options = {"scale": scale, "enable_gqa": enable_gqa, **later}

@@ -1,4 +1,4 @@
-"""Functions inside torch.compile: traced while the graph is compiled, with what they capture read by the graph.
+"""Functions inside torch.compile: traced while the graph is compiled. The graph reads the tensors that they capture.
 
 Dynamo calls `_plan` with the function itself and takes its text as a constant. `bind_compiled` then looks up each value
 that the function captures, step by step, in code that Dynamo follows, so Dynamo guards each value. A graph reads a
@@ -26,7 +26,7 @@ _PART, _ITEM, _STEP, _VALUE = "\x1c", "\x1d", "\x1e", "\x1f"
 
 
 class BoundScore(NamedTuple):
-    """A score's programs with the tensors and numbers of one call. Empty texts: there is none."""
+    """The programs of a score and of its gradient, and the tensors and numbers of one call. Empty text: no program."""
 
     text: str
     gradient: str
@@ -35,7 +35,7 @@ class BoundScore(NamedTuple):
 
 
 def bind_compiled(function: Callable, gradient: bool, is_score: bool = True) -> BoundScore:
-    """The programs of a function and what it captures, inside torch.compile."""
+    """The programs, tensors and numbers of a function inside torch.compile."""
     text, derivative, tensors, numbers, known, constants, functions = _plan(function, gradient, is_score).split(_PART)
     # the comparisons are guards: the program may hold these values
     for one in known.split(_ITEM) if known else ():

@@ -1,4 +1,4 @@
-"""Tensors that follow from captured tensors, kept while these stay the same: lists of blocks, spans of documents.
+"""Cache of tensors that are computed from captured tensors: lists of blocks, spans of documents.
 
 A captured tensor is identified by its storage, its view and its version, so a tensor that changes in place is another.
 The version does not see writes through `.data`, as autograd does not.
@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def identity_of(tensors: Sequence[Tensor], device: torch.device) -> tuple | None:
-    """What identifies the contents of tensors to work on a device's current stream; None where nothing does: in a CUDA
-    graph, whose replays may find other contents, and of tensors without a version.
+    """A key of the contents of tensors on a device's current stream. None in a CUDA graph, whose replays may read other
+    contents, and for tensors without a version.
 
     >>> ids = torch.zeros(3)
     >>> before = identity_of([ids], ids.device)
@@ -37,7 +37,7 @@ def identity_of(tensors: Sequence[Tensor], device: torch.device) -> tuple | None
 
 
 class DerivedTensors:
-    """Tensors by key. They are forgotten with the tensors they follow from, and the oldest beyond `most_bytes`."""
+    """Tensors by key. An entry is dropped with its source tensors, or if it is the oldest beyond `most_bytes`."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes

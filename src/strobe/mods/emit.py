@@ -266,7 +266,7 @@ def _length(offsets: str) -> str:
 def _division(node: Node, args: list[str], ranges: list[Interval], by: Node) -> str:
     """Division towards minus infinity, as in Python. Triton's / and % on integers go towards zero.
 
-    By a power of two it is a shift, of which LLVM knows that the positions of a tile have one result.
+    A division by a power of two is a shift: LLVM can prove that all positions of a tile have the same quotient.
     """
     a, b = args
     size = by.value if by.op == "const" and type(by.value) is int and node.kind != FLOAT else 0

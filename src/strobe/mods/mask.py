@@ -280,9 +280,9 @@ def mask_mod(function: Callable | Any) -> MaskMod:
     The mask combines with others by &, | and ~. b is the batch entry (the sequence of packed tensors), h the query
     head, q_idx and kv_idx the positions in the sequence, counted from 0, all int32. The function is traced at once;
     tensors that it captures are read when attention runs. A BlockMask of torch's FlexAttention is taken, too, and a
-    bool tensor [B, H_q, S_q, S_k], of which any size may be 1 and leading dimensions may be left out.
+    bool tensor [B, H_q, S_q, S_k]: any size may be 1, and leading dimensions may be left out.
     A function that is a window, a prefix, key lengths or documents runs as that mask (`strobe.explain` shows it). For
-    documents on a GPU, the host reads once for each version of the ids whether every document is one run.
+    documents on a GPU, the host checks once for each version of the ids whether every document is one run.
     Raises UnsupportedProblem for a function that has no translation, naming the operation.
     """
     if hasattr(function, "kv_num_blocks") and hasattr(function, "mask_mod"):
@@ -360,7 +360,7 @@ def _from_tensor(seen: Tensor) -> _Part:
 
 @lru_cache(maxsize=64)
 def _element(kind: str, ones: tuple[bool, ...]) -> Program:
-    """The element of a tensor at b, h, q and k, or at the last of them. ones: dimensions of size 1."""
+    """The element of a tensor [B, H, S_q, S_k], or of its last dimensions. ones: whether each dimension has size 1."""
     p = Builder([Captured(kind, len(ones))])
     names = ("b", "h", "q", "k")[4 - len(ones) :]
     return p.program([p.load(0, [p.const(0) if one else p.input(name) for name, one in zip(names, ones)])])

@@ -46,7 +46,7 @@ class Node(NamedTuple):
 
     @property
     def index(self) -> int:
-        """Which number of the program a "number" is."""
+        """The index of a "number" among the program's numbers."""
         return int(self.value or 0)
 
 
@@ -93,8 +93,8 @@ class Program(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The program as text, which `parse` reads. A program that was asked before answers without being hashed, which
-        takes 10 us.
+        """The program as text, which `parse` reads. A repeated call looks the text up by id: hashing a program takes
+        10 us.
         """
         if torch.compiler.is_compiling():
             return _text(self)

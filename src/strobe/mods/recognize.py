@@ -38,9 +38,9 @@ class Lengths(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Bounds of the keys that a row may see: from q + diagonal - left to q + diagonal + right; None is no bound.
+    """A row sees keys from q + diagonal - left to q + diagonal + right; None is no bound.
 
-    shifts: whether S_k - S_q is not one number, as of packed sequences.
+    shifts: whether S_k - S_q differs between the sequences of a packed call.
     """
 
     left: int | None = None
@@ -56,7 +56,7 @@ class Limit(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """Documents: programs of ids of queries and of keys, and of conditions that positions must satisfy as well."""
+    """Documents: the programs of the ids of queries and keys, and of further conditions on queries and on keys."""
 
     queries: Program
     keys: Program
@@ -65,7 +65,7 @@ class Alike(NamedTuple):
 
 
 class Recognized(NamedTuple):
-    """A mask's program in parts. All must admit; rest is what no built-in mask is."""
+    """A mask's program as a conjunction of parts. rest: the part that is no built-in mask."""
 
     left: int | None = None  # k >= q + diagonal - left
     right: int | None = None  # k <= q + diagonal + right
@@ -77,7 +77,8 @@ class Recognized(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def recognize(text: str, numbers: tuple[float, ...], lengths: Lengths, ranges: bool = True) -> Recognized:
-    """The built-in masks in a program. ranges: masks other than windows may be taken; they are if nothing else is left.
+    """The built-in masks in a program. ranges: whether prefixes, key lengths and documents are recognized, too. They
+    are only if no other part is left.
 
     >>> from .program import build
     >>> window = build(lambda p: [p.compare("ge", p.input("q"), p.input("k"))])
@@ -110,7 +111,7 @@ def recognize(text: str, numbers: tuple[float, ...], lengths: Lengths, ranges: b
 @lru_cache(maxsize=256)
 def without_abs(text: str, numbers: tuple[float, ...], lengths: Lengths, window: Window) -> str:
     """A score's program, or its gradient's, without absolute values of terms that have one sign wherever a row sees the
-    key: under a causal mask ALiBi's |q + S_k - S_q - k| is q + S_k - S_q - k. What it makes of hidden keys may change.
+    key: under a causal mask ALiBi's |q + S_k - S_q - k| is q + S_k - S_q - k. Scores of hidden keys may change.
 
     >>> from .program import FLOAT, build
     >>> distance = lambda p: p.cast(p.unary("abs", p.binary("sub", p.input("q"), p.input("k"), "i")), FLOAT)
@@ -337,7 +338,7 @@ class _Reader:
         low, high = ends if factor > 0 else ends[::-1]
         return 1 if low is not None and low + rest >= 0 else -1 if high is not None and high + rest <= 0 else 0
 
-    # ------------------------------------------------------------ what is taken
+    # ------------------------------------------------------------ prefixes, key lengths, documents
 
     def ranges(self, others: list[_Part], found: Recognized) -> Recognized | None:
         """The parts as a prefix, key lengths and documents; None if one of them is something else."""
@@ -350,7 +351,7 @@ class _Reader:
         prefixes = [one.keys for _, one in atoms if isinstance(one, _Prefix)]
         limits = [one for _, one in atoms if isinstance(one, _Keys)]
         sides = [(part, one) for part, one in atoms if isinstance(one, _Side)]
-        strange = len(atoms) - len(same) - len(prefixes) - len(limits) - len(sides)  # bands without the diagonal
+        strange = len(atoms) - len(same) - len(prefixes) - len(limits) - len(sides)  # bands that exclude the diagonal
         if strange or len(same) > 1 or len(prefixes) > 1 or (sides and not same):
             return None
         documents = None

@@ -1,7 +1,7 @@
 """Records the aten operations of a function on tensors without data, as a graph that `lowering` reads.
 
-A dispatch mode sees each operation below autograd and writes down its arguments and result: 0.05 ms an operation, where
-make_fx, whose graphs serve more than this, takes 0.4 ms.
+A dispatch mode records the arguments and the result of each operation below autograd. That takes 0.05 ms an operation;
+make_fx, whose graphs hold more, takes 0.4 ms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INPUT, TENSOR, CALL = "input", "tensor", "call"
 
 
 class Node:
-    """A value of a graph. Of a CALL, `target` is the aten operation; of a TENSOR, a captured tensor or a constant."""
+    """A value of a graph. `target` is the aten operation of a CALL, and the captured or constant tensor of a TENSOR."""
 
     __slots__ = ("args", "kind", "kwargs", "target", "value")
 
@@ -89,7 +89,7 @@ class _Recorder(TorchDispatchMode):
                         self._stale[id(other)] = str(function)
 
     def add(self, node: Node, tensor: Tensor) -> None:
-        """From now on the tensor is the node's value: an operation in place gives it another one."""
+        """Let later reads of the tensor read this node. An operation in place replaces the tensor's node."""
         if not self.nodes or self.nodes[-1] is not node:
             self.nodes.append(node)
         self._last[id(tensor)] = node
@@ -107,7 +107,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _needed(nodes: list[Node], outputs: Sequence[Any]) -> list[Node]:
-    """Inputs, and what outputs follow from."""
+    """The inputs, and the nodes on which outputs depend."""
     wanted = {id(one) for one in outputs if isinstance(one, Node)}
     kept = []
     for node in reversed(nodes):

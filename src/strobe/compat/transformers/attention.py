@@ -252,7 +252,7 @@ _UNSERVED = {
 
 
 def _refuse_biases(keywords: dict[str, Any], beside: str) -> None:
-    """A position_bias counts positions of one sequence that is here as a whole."""
+    """A position_bias needs positions of one whole sequence, so packed, paged and distributed calls refuse it."""
     if keywords.get("position_bias") is not None:
         raise UnsupportedProblem(describe("position_bias", f"one beside {beside}", "None", SDPA))
 
