@@ -92,7 +92,8 @@ def _start_decode(plan: Plan, moving: tuple, decode: Callable[[], Launch], t: Fo
 def _start(
     plan: Plan, name: str, moving: tuple, t: Forward, describe: Callable[[], Launch]
 ) -> launcher.RecordedLaunch | None:
-    return launcher.start(plan, (name, t.out.stride()), moving, describe)
+    """The first of `moving` is q. The key has its strides, because it may be a copy (`run_mixed`)."""
+    return launcher.start(plan, (name, moving[0].stride(), t.out.stride()), moving, describe)
 
 
 def _insert(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor], replay: Replay | None) -> None:
