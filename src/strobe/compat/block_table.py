@@ -33,7 +33,7 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, setting: Setting, page_table:
 
 
 class _WithoutBackward(torch.autograd.Function):
-    """Results whose backward raises. The originals' backward over pages fails, too."""
+    """Return out and lse with a backward that raises. FlashAttention's backward over pages raises, too."""
 
     @staticmethod
     def forward(ctx, q, k, v, out, lse):

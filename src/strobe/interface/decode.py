@@ -135,9 +135,9 @@ def append(
         cu_seqlens_q: int32 [B + 1], as in `attention_paged`. k_new and v_new are then packed, [T, H_kv, D]: rows
             cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 are the new tokens of sequence b. Rows of no sequence are not
             written.
-        slots: int64 or int32 [T], where packed tokens go instead: token t goes to row slots[t] % page_size of page
+        slots: int64 or int32 [T], the slots of packed tokens. Token t goes to row slots[t] % page_size of page
             slots[t] // page_size, as in `reshape_and_cache` of vLLM and `set_kv_buffer` of SGLang. A token with a
-            negative slot is not written. The cache is a PagedCache whose page_table and seqlens are not read.
+            negative slot is not written. The cache must be a PagedCache. Its page_table and seqlens are not read.
 
     A token without room, or with a page id or a slot outside the pool, is not written. A token whose position has no
     rotary angles becomes NaN in its rotary dimensions. `last_errors` reports both. Two sequences must not write to the

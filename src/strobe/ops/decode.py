@@ -118,7 +118,7 @@ def attend(
 
 
 def _is_like(out: Tensor, kind: tuple) -> bool:
-    """Whether out has the shape, strides and dtype that outputs have."""
+    """Whether out has the shape, strides and dtype of a newly allocated output. kind: these three."""
     return out.shape == kind[0] and out.stride() == kind[1] and out.dtype == kind[2]
 
 

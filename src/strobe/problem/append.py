@@ -2,7 +2,7 @@
 
 Token t of T goes to position seqlens[b] + t of sequence b. An append does not change seqlens; the caller advances them.
 With cu_seqlens_q the tokens are packed: rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 are those of sequence b.
-With at_slots they are packed too, and seqlens holds the slot of each: page * page_size + row.
+With at_slots the tokens are packed, too, and seqlens holds the slot of each token: page * page_size + row.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class AppendCall(NamedTuple):
     def of_slots(
         cache: DenseCache | PagedCache, k_new: Tensor, v_new: Tensor, slots: Tensor, positions: object = None
     ) -> AppendCall:
-        """Build a call that writes at slots. positions: an argument that belongs to positions, and must be None."""
+        """Build a call that writes at slots. positions: the caller's rotary or cu_seqlens_q, which must be None."""
         if not isinstance(cache, PagedCache):
             raise wrong_type("cache", cache, "a strobe.PagedCache beside slots", "give the pools as pages")
         if not isinstance(slots, Tensor):
