@@ -1,4 +1,4 @@
-"""torch's attention with masks and dropout on strobe: results and gradients, who runs what, and what goes back."""
+"""torch's attention with masks and dropout on strobe: results, gradients, and which calls go to torch's kernels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _run(qkv, mask, **options):
 @pytest.mark.parametrize("kind", ["bool", "added", "hides", "learned"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 def test_masks_are_served(shape, kind, device):
-    """float64 of torch's own math is the judge: strobe is as near to it as torch is in the inputs' precision."""
+    """The reference is torch's math in float64: strobe is as close to it as torch is in the inputs' precision."""
     qkv, mask = _qkv(CASES["grouped"], DTYPES[device], device), _mask(shape, kind, device)
     wide = [t.detach().double().requires_grad_(t.requires_grad) for t in qkv]
     wide_mask = mask if kind == "bool" else mask.detach().double().requires_grad_(mask.requires_grad)
@@ -72,7 +72,7 @@ def test_masks_are_served(shape, kind, device):
 
 @pytest.mark.parametrize("masks", [None, True, False])
 @pytest.mark.parametrize("kind", ["bool", "learned"])
-def test_who_runs_what(masks, kind):
+def test_which_library_runs_a_masked_call(masks, kind):
     """On a CPU torch's kernel is faster with masks that it takes; a learned mask would make it hold all scores."""
     qkv, mask = _qkv(CASES["grouped"]), _mask((45, 45), kind, "cpu")
     native = _run(qkv, mask)
@@ -127,7 +127,7 @@ def test_causal_of_dropout_is_aligned_at_the_top_left(name):
     assert (out - expected).abs().max() < 1e-5
 
 
-def test_what_strobe_does_not_run_goes_back():
+def test_calls_that_strobe_does_not_run_go_to_torch():
     q, k, v = _qkv(CASES["plain"])
     mask = torch.zeros(37, 37)
     wide = torch.randn(2, 1, 3, 37, 37)  # five dimensions: torch's math
@@ -152,7 +152,7 @@ def test_what_strobe_does_not_run_goes_back():
     assert not found.served
 
 
-def test_a_refusal_of_strobes_goes_back_with_its_reason(monkeypatch):
+def test_a_call_that_strobe_refuses_goes_to_torch_and_is_counted(monkeypatch):
     def none(call):
         raise strobe.UnsupportedProblem("no forward kernel can run this here")
 

@@ -59,7 +59,7 @@ def options_of(device: str = "cpu") -> dict:
 
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("window", [None, (20, 0)], ids=["causal", "window"])
-def test_each_sequence_is_as_it_is_alone(window, paged):
+def test_a_sequence_in_a_batch_equals_the_sequence_alone(window, paged):
     q, cache, offsets, each = drawn(paged)
     given = options_of()
     out, lse = strobe.attention_paged(q, cache, cu_seqlens_q=offsets, window=window, return_lse=True, **given)
@@ -109,7 +109,7 @@ def tree_calls(device: str = "cpu", dtype: torch.dtype = torch.float32):
     return q, cache, INT(0, 6, 9, 10, device=device), lengths
 
 
-def test_a_tree_of_drafted_tokens_is_each_of_its_paths():
+def test_a_tree_of_drafted_tokens_equals_each_of_its_paths():
     """A drafted token's result is that of its path alone, verified as a chain."""
     q, cache, offsets, lengths = tree_calls()
     out = strobe.attention_paged(q, cache, cu_seqlens_q=offsets, mask=tree_mask(PARENTS, lengths), max_seqlen_q=6)
@@ -183,7 +183,7 @@ def test_a_step_with_functions_compiles_whole():
     torch.testing.assert_close(compiled(q, offsets), run(q, offsets))
 
 
-def test_what_is_refused():
+def test_unsupported_calls_are_refused():
     q, cache, offsets, _ = drawn(True)
     with pytest.raises(TypeError, match="mask"):
         strobe.attention_paged(q, cache, cu_seqlens_q=offsets, mask=torch.ones(3))

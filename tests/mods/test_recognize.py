@@ -1,4 +1,4 @@
-"""Built-in masks in mask functions: what is found, and that the mask stays the same."""
+"""Built-in masks in mask functions: which are recognized, and that the same keys stay visible."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_mask_of_a_call_holds_as_well():
 
 
 def test_where_only_windows_are_taken():
-    """Sums of captured gradients, and deterministic gradients, have no kernels for documents that are as fast."""
+    """No kernel for documents is as fast with sums of captured gradients or with deterministic gradients."""
     mask = strobe.mask_mod(FUNCTIONS["causal documents"][0])
     slopes = torch.ones(2, requires_grad=True)
     for call in (
@@ -115,7 +115,7 @@ def test_where_only_windows_are_taken():
     assert names_of(with_builtin_mask(call_of(mask, 64, 64, score=strobe.alibi(slopes.detach())))) == "right documents"
 
 
-def test_documents_are_made_anew_when_ids_change():
+def test_documents_are_recomputed_when_ids_change():
     ids = IDS[0].clone()
     call = call_of(strobe.mask_mod(lambda b, h, q, k: ids[q] == ids[k]), 64, 64)
     first = with_builtin_mask(call)
@@ -124,7 +124,7 @@ def test_documents_are_made_anew_when_ids_change():
     other = with_builtin_mask(call)
     assert torch.equal(seen_by(other), seen_by(call)) and not torch.equal(seen_by(other), seen_by(first))
     ids[::2] = 12
-    assert with_builtin_mask(call) is call  # scattered now
+    assert with_builtin_mask(call) is call  # a document is now two runs
 
 
 def test_packed_sequences_have_windows_where_their_lengths_are_equal():
@@ -140,7 +140,7 @@ def test_packed_sequences_have_windows_where_their_lengths_are_equal():
 
 
 def test_attention_runs_the_built_in_mask():
-    """The same bits, gradients too; torch.compile runs it as well."""
+    """Output and gradients have the same bits as with the built-in mask, inside torch.compile, too."""
     draw = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 64, 2, 16, generator=draw).requires_grad_() for _ in range(3))
     function = strobe.mask_mod(FUNCTIONS["causal documents"][0])
@@ -216,7 +216,7 @@ def test_distances_without_absolute_values(name):
 
 
 def test_distances_of_packed_sequences():
-    """The diagonal of a sequence is not known, so a term must count from it."""
+    """S_k - S_q of a packed sequence is unknown, so only terms that count from the diagonal have a known sign."""
     q, k = torch.zeros(64, 2, 16), torch.zeros(80, 2, 16)
     offsets = [torch.tensor(n, dtype=torch.int32) for n in ([0, 20, 64], [0, 50, 80])]
     for score, is_shorter in ((strobe.alibi(torch.ones(2)), True), (lambda s, b, h, q, k: s - (q - k).abs(), False)):

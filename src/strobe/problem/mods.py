@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class ModTexts(NamedTuple):
-    """What is constant of a call's custom score and mask: the programs of the score, of its gradient, and of the mask,
-    as text (`mods.program`; empty: none), whether weights are dropped, whether row maxima are returned, whether
-    sequences are packed, and whether heads and positions of dropout are counted from others than the call's first.
+    """The part of a call's custom score and mask that is a constant of its kernels: the programs of the score, of its
+    gradient and of the mask as text (`mods.program`; empty: none), whether weights are dropped, whether row maxima are
+    returned, and whether sequences are packed. dropout_offsets: dropout_seed also holds the first head, query and key.
     """
 
     score: str = ""
