@@ -83,11 +83,9 @@ def forward_launch(
         parameters = SoftmaxParams(LOG2_E, parameters.softcap, parameters.scale_log2 / LOG2_E)
     described = None if hooks is None else hook_params(hooks, traits)
     launch = LaunchParams(num_tiles, shape, WindowParams(*limits), parameters, described)
-    registers = {2: 168, 3: 128, 4: 96}[traits.tuning.consumers]  # registers per thread before setmaxnreg moves them
     arguments = (*descriptors(call, out, traits), pointers(rest, traits.key_ranges), launch, traits)
-    return Launch(
-        forward.forward_kernel, min(plan.target.sm_count, num_tiles), arguments, {"num_warps": 4, "maxnreg": registers}
-    )
+    options = {"num_warps": 4, "maxnreg": traits.launch_registers}
+    return Launch(forward.forward_kernel, min(plan.target.sm_count, num_tiles), arguments, options)
 
 
 def hook_params(hooks: ForwardHooks, traits: Any) -> HookParams:

@@ -136,10 +136,9 @@ def prefill_launch(plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counte
     tensors = CacheTensors(call.page_table, call.seqlens, call.k_start)
     word = error_flags.word(call.q.device)
     pointers = Pointers(lse, call.sinks, call.cu_seqlens_q, None, None, word, counter, tensors)
-    registers = {2: 168, 3: 128, 4: 96}[traits.tuning.consumers]  # as in `launch_forward`
     arguments = (*descriptors(call, out, traits), pointers, launch, traits)
     programs = min(plan.target.sm_count, heads * tiles_m)
-    return Launch(forward.forward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": registers})
+    return Launch(forward.forward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": traits.launch_registers})
 
 
 def descriptors(call: PagedCall, out: Tensor, traits: ForwardTraits) -> tuple[TensorDescriptor | None, ...]:

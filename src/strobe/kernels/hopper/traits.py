@@ -14,6 +14,7 @@ from .decode_config import MOST_SHARED
 
 ROWS, THREADS = 64, 128  # rows and threads of one consumer
 WORK_TILE_BYTES = 64  # the backward's record of a work tile
+LAUNCH_REGISTERS = {2: 168, 3: 128, 4: 96}  # by the number of consumers
 # (registers of a consumer, of the producer) by the number of consumers. Producers need more with a cache.
 REGISTERS = {2: (240, 24), 3: (160, 32), 4: (112, 32)}
 REGISTERS_CACHE = {2: (232, 40), 3: (152, 56)}
@@ -98,6 +99,11 @@ class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
     @property
     def ping_pong(self) -> bool:
         return self.tuning.ping_pong
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers per thread at the launch, before setmaxnreg moves them between roles."""
+        return LAUNCH_REGISTERS[self.consumers]
 
     @property
     def partition_registers(self) -> list[int]:
