@@ -127,6 +127,15 @@ def test_causal_of_dropout_is_aligned_at_the_top_left(name):
     assert (out - expected).abs().max() < 1e-5
 
 
+def test_dropout_probabilities_outside_of_0_to_1_go_to_torch():
+    q, k, v = torch.randn(3, 1, 2, 5, 16)
+    with sdpa.enable(dropout=True) as found:
+        assert not F.scaled_dot_product_attention(q, k, v, dropout_p=1.0).any()
+        with pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(q, k, v, dropout_p=-0.1)
+    assert not found.served and set(found.passed) == {"dropout_p"}
+
+
 def test_calls_that_strobe_does_not_run_go_to_torch():
     q, k, v = _qkv(CASES["plain"])
     mask = torch.zeros(37, 37)

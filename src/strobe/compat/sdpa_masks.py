@@ -18,8 +18,8 @@ from ..mods.score import bias
 from ..ops import mods as ops
 from ..ops.attention import decide
 from ..problem.call import Call
+from ..problem.keywords import dropout_of
 from ..problem.mask import NO_BOUND
-from ..problem.mods import Dropout
 from .aten import served, top_left
 
 
@@ -90,7 +90,7 @@ def attend(
         mask = mask_mod(attn_mask)
     elif attn_mask is not None:
         score = bias(attn_mask)
-    call = ops.bind(call, score, mask, Dropout(dropout_p) if dropout_p else None)
+    call = ops.bind(call, score, mask, dropout_of(dropout_p, None, q))
     out = ops.run_bound(call)[0].transpose(1, 2)
     if type(out) is Tensor:  # else a graph is traced
         served[decide(call).forward.kernel.name] += 1
