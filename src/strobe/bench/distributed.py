@@ -136,7 +136,9 @@ def _dtype(device: str) -> torch.dtype:
 
 
 def _plans(case: Case, mask: Mask, count: int) -> dict[str, Plan]:
-    """A plan for each contender. Where no row needs keys of others, own keys first is the same as keys."""
+    """A plan for each contender. With windows and documents `keys, own first` is left out, since `keys` already computes
+    rows that need own keys alone first.
+    """
     seqlen, plans = case.rows * count, {}
     for name, settings in CONTENDERS.items():
         plan = context_parallel(**settings).plan(mask, seqlen=seqlen, heads_q=case.heads_q, heads_kv=case.heads_kv)

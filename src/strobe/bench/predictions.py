@@ -2,9 +2,9 @@
 
     python -m strobe.bench.predictions        JSON lines, one for each pass, shape and variant
 
-It has not run on a Blackwell GPU yet. A variant of the forward is the same kernel without one remedy. Variants of the
-backward are its order of adds to dq, and the portable kernel, whose gradients the others must have. Variants are timed
-in turn in one process.
+It has not run on a Blackwell GPU yet. Each variant of the forward is the same kernel without one optimization. The
+variants of the backward are the kernel with unordered and with ordered adds to dq, and the portable kernel, with whose
+gradients the others are compared. Variants are timed in turn in one process.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank:
     cu_seqlens: the offsets of all documents; their total divides over processes. Returns (cu_seqlens_q, cu_seqlens_k,
     max_seqlen_q, max_seqlen_k, local_k_slice) of a process, for `llama3_flash_attn_varlen_func`. Waits for the device.
     """
-    offsets = cu_seqlens.tolist()
+    offsets = _read(cu_seqlens)
     if offsets[-1] % world_size:
         raise InvalidProblem(
             "cu_seqlens", f"{offsets[-1]} rows", f"a multiple of {world_size}", "pad the last document"
@@ -254,10 +254,20 @@ def _packed(
     return _attended((q, k, v), plan, mask, setting)[0]
 
 
+def _read(cu_seqlens: Tensor) -> list[int]:
+    """The offsets on the host. Waits for the device."""
+    offsets = cu_seqlens.tolist()
+    if offsets[:1] != [0] or any(stop < start for start, stop in pairwise(offsets)):
+        raise InvalidProblem(
+            "cu_seqlens", offsets, "offsets that ascend from 0", "give the running sum of the documents' lengths"
+        )
+    return offsets
+
+
 @lru_cache(64)
 def _documents(cu_seqlens: Tensor, version: int, layout: str, ranks: int) -> tuple[Mask, tuple[Runs, ...], int]:
     """The documents of local offsets as a mask, the rows of each process, and the rows of all."""
-    offsets = [ranks * offset for offset in cu_seqlens.tolist()]
+    offsets = [ranks * offset for offset in _read(cu_seqlens)]
     held: list[list[Run]] = [[] for _ in range(ranks)]
     for start, stop in pairwise(offsets):
         if layout == "zigzag" and (stop - start) // ranks % 2:
