@@ -121,9 +121,9 @@ def test_heads_that_do_not_group_are_refused_by_llama3(heads, alone):
 @pytest.mark.parametrize("offsets", [[0, 5, 3, 8], [1, 3, 8], []])
 def test_offsets_that_do_not_ascend_from_0_are_refused(offsets, alone):
     q, offsets = torch.randn(8, 2, 16), torch.tensor(offsets, dtype=torch.int32)
-    with pytest.raises(strobe.InvalidProblem, match="cu_seqlens.*ascend from 0"):
+    with pytest.raises(strobe.InvalidProblem, match=r"cu_seqlens.*ascend from 0"):
         ring.ring_flash_attn_varlen_func(q, q, q, offsets, 5)
-    with pytest.raises(strobe.InvalidProblem, match="cu_seqlens.*ascend from 0"):
+    with pytest.raises(strobe.InvalidProblem, match=r"cu_seqlens.*ascend from 0"):
         ring.llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 1)
 
 

@@ -136,8 +136,8 @@ def _dtype(device: str) -> torch.dtype:
 
 
 def _plans(case: Case, mask: Mask, count: int) -> dict[str, Plan]:
-    """A plan for each contender. With windows and documents `keys, own first` is left out, since `keys` already computes
-    rows that need own keys alone first.
+    """A plan for each contender. With windows and documents `keys, own first` is left out, since there `keys` already
+    begins with rows that need own keys alone.
     """
     seqlen, plans = case.rows * count, {}
     for name, settings in CONTENDERS.items():
