@@ -83,6 +83,14 @@ def _of_object(settings):
     return lambda s, b, h, q_idx, kv_idx: s * 3 if settings.on else s
 
 
+def _of_dict(settings):
+    return lambda s, b, h, q_idx, kv_idx: s * settings["factor"] if settings["on"] else s
+
+
+def _in_dtype(dtype):
+    return lambda s, b, h, q_idx, kv_idx: (s * 3).to(dtype).float()
+
+
 @pytest.mark.parametrize(
     ("make", "before", "after"),
     [
@@ -91,8 +99,10 @@ def _of_object(settings):
         (_by_name, "triple", "same"),
         (_through, lambda s: s * 3, lambda s: s - 1),
         (_of_object, SimpleNamespace(on=True), SimpleNamespace(on=False)),
+        (_of_dict, {"on": True, "factor": 3.0}, {"on": False, "factor": 3.0}),
+        (_in_dtype, torch.float32, torch.int32),
     ],
-    ids=["bool", "None", "string", "function", "attribute"],
+    ids=["bool", "None", "string", "function", "attribute", "dict", "dtype"],
 )
 def test_a_captured_constant_that_changes_compiles_another_graph(make, before, after):
     tensors, backend = _tensors(False), Counted()

@@ -66,6 +66,8 @@ def _follow(value: Any, steps: str) -> Any:
             value = value.__globals__[name]
         elif kind == "i":
             value = value[int(name)]
+        elif kind == "k":
+            value = value[name]
         else:
             value = getattr(value, name)
     return value
@@ -86,7 +88,7 @@ def _plan(function: Callable, gradient: bool, is_score: bool) -> str:
         name = getattr(function, "__qualname__", type(function).__name__)
         how = f"strobe.{'score' if is_score else 'mask'}_mod({name})"
         raise UnsupportedProblem(f"{name} captures values that torch.compile does not see; make {how} before compiling")
-    is_constant = lambda value: value is None or isinstance(value, (bool, str))
+    is_constant = lambda value: value is None or isinstance(value, (bool, str, torch.dtype))
     return _PART.join((
         bound.trace.program.text,
         bound.trace.gradient.text if bound.trace.gradient else "",
@@ -102,7 +104,7 @@ def _captures(value: Any, path: str, steps: Sequence[str], met: set[int]) -> Ite
     """(path, place, value) of a function and of all that it captures. Paths are those of `captured`; a place is the
     text of steps that `_follow` reads.
     """
-    is_leaf = value is None or isinstance(value, (Tensor, int, float, str))
+    is_leaf = value is None or isinstance(value, (Tensor, int, float, str, torch.dtype))
     if is_leaf or id(value) not in met:
         yield path, _STEP.join(steps), value
     if not is_leaf and id(value) not in met:
@@ -124,5 +126,7 @@ def _parts(value: Any) -> Iterator[tuple[str, str, Any]]:
         yield "function", "a__func__", value.__func__
     elif isinstance(value, (tuple, list)):
         yield from ((str(n), f"i{n}", one) for n, one in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((name, f"k{name}", one) for name, one in value.items() if isinstance(name, str))
     elif isinstance(value, torch.nn.Module) or not (callable(value) or isinstance(value, (type, dict, str, bytes))):
         yield from ((name, f"a{name}", one) for name, one in attributes(value).items())
