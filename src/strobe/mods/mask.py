@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InvalidProblem, wrong_type
 from ..problem.foreign_arguments import no_mask
 from ..problem.mask import GENERAL, Mask, Tile, TileKind
+from . import extents
 from .cache import TRACES
 from .compiled import bind_compiled
 from .evaluate import evaluate
@@ -72,6 +73,7 @@ class _Bound(NamedTuple):
 
     bound: BoundMask
     batch: int | None = None  # of the tensors of a built-in mask
+    axes: tuple[extents.Axes, ...] = ()  # of the tensors of a part that is one tensor
 
     def bind(self) -> BoundMask:
         return self.bound
@@ -138,6 +140,11 @@ class MaskMod(Mask):
     def bind(self) -> BoundMask:
         """The function's program and what it captures now, without the built-in part of the mask."""
         return self.part.bind()
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Raises InvalidProblem if a tensor that is a mask is smaller than a call (`extents.check`)."""
+        for part in _tensor_parts(self.part):
+            extents.check("mask", part.bound.tensors, part.axes, sizes)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
@@ -304,6 +311,17 @@ def _batch_of(part: Any) -> int | None:
     return next(filter(None, map(_batch_of, part)), None) if isinstance(part, (_Combined, _Inverse)) else None
 
 
+def _tensor_parts(part: Any) -> Iterator[_Bound]:
+    """The parts without a function."""
+    if isinstance(part, _Bound):
+        yield part
+    elif isinstance(part, _Combined):
+        yield from _tensor_parts(part.a)
+        yield from _tensor_parts(part.b)
+    elif isinstance(part, _Inverse):
+        yield from _tensor_parts(part.a)
+
+
 # ---------------------------------------------------------------- built-in masks as programs
 
 
@@ -355,7 +373,7 @@ def _from_tensor(seen: Tensor) -> _Part:
         raise InvalidProblem("mask_mod", got, expected, "reshape or slice it")
     ones = tuple([size == 1 for size in seen.shape])
     batch = seen.shape[0] if seen.dim() == 4 and seen.shape[0] > 1 else None
-    return _Bound(BoundMask(_element(kind_of(seen.dtype), ones), (seen,)), batch)
+    return _Bound(BoundMask(_element(kind_of(seen.dtype), ones), (seen,)), batch, (extents.axes_of(seen),))
 
 
 @lru_cache(maxsize=64)
@@ -382,7 +400,8 @@ def _from_block_mask(given: Any) -> _Part:
     kind = p.load(0, at)
     full, partial = (p.program([p.compare("eq", kind, p.const(value))]) for value in (2, 1))
     table = table.to(torch.int8)
-    listed = lambda program: _Bound(BoundMask(program, (table,)))
+    axes = extents.axes_of(table)[:2]  # the last two count blocks
+    listed = lambda program: _Bound(BoundMask(program, (table,)), axes=(axes,))
     function = given.mask_mod
     if function is None:
         return _Combined("or", listed(full), listed(partial))

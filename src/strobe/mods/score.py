@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
+from . import extents
 from .cache import TRACES
 from .captures import arity
 from .compiled import BoundScore, bind_compiled
@@ -26,10 +27,17 @@ class ScoreMod:
     function captures at that moment.
     """
 
-    def __init__(self, function: Callable | None, programs: tuple[str, str] = ("", ""), tensors: Sequence[Tensor] = ()):
+    def __init__(
+        self,
+        function: Callable | None,
+        programs: tuple[str, str] = ("", ""),
+        tensors: Sequence[Tensor] = (),
+        axes: Sequence[extents.Axes] = (),
+    ):
         self.function = function
         self._programs = programs
         self._tensors = tuple(tensors)
+        self._axes = axes
         self._bound: BoundScore | None = None
 
     def __repr__(self) -> str:
@@ -48,6 +56,11 @@ class ScoreMod:
         found = TRACES.bind(self.function, SCORE_INPUTS, gradient)
         derivative = found.trace.gradient
         return BoundScore(found.trace.program.text, derivative.text if derivative else "", found.tensors, found.numbers)
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Raises InvalidProblem if the tensor of a ready-made score is smaller than a call (`extents.check`)."""
+        if self.function is None:
+            extents.check("score_mod", self._tensors, self._axes, sizes)
 
     def held(self) -> ScoreMod:
         """This modification, traced now with its gradient. torch.compile then takes the trace and captures as they
@@ -136,7 +149,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
     p = Builder([Captured(kind_of(slopes.dtype), slopes.dim())])
     at = [p.input("h")] if slopes.dim() == 1 else [p.input("b"), p.input("h")]
     distance = p.unary("neg", p.call("abs", p.cast(_diagonal_distance(p), FLOAT)))
-    return _added(p, distance, at, slopes)
+    return _added(p, distance, at, slopes, ("b", "h")[2 - slopes.dim() :])
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
@@ -160,7 +173,8 @@ def relative_bias(table: Tensor) -> ScoreMod:
     distance = p.unary("neg", _diagonal_distance(p))
     bounded = p.binary("min", p.binary("max", distance, p.const(-most), INT), p.const(most), INT)
     column = p.binary("add", bounded, p.const(most), INT)
-    return _added(p, None, [*([p.input("h")] if table.dim() == 2 else []), column], table)
+    heads = ["h"] * (table.dim() - 1)
+    return _added(p, None, [*map(p.input, heads), column], table, (*heads, None))
 
 
 def bias(tensor: Tensor) -> ScoreMod:
@@ -178,7 +192,7 @@ def bias(tensor: Tensor) -> ScoreMod:
     p = Builder([Captured(kind_of(tensor.dtype), tensor.dim())])
     names = ("b", "h", "q", "k")[4 - tensor.dim() :]
     at = [p.const(0) if size == 1 else p.input(name) for name, size in zip(names, tensor.shape)]
-    return _added(p, None, at, tensor)
+    return _added(p, None, at, tensor, extents.axes_of(tensor))
 
 
 def _diagonal_distance(p: Builder) -> int:
@@ -187,8 +201,8 @@ def _diagonal_distance(p: Builder) -> int:
     return p.binary("sub", row, p.input("k"), INT)
 
 
-def _added(p: Builder, factor: int | None, at: Sequence[int], tensor: Tensor) -> ScoreMod:
-    """score + factor * tensor[at], and its gradient."""
+def _added(p: Builder, factor: int | None, at: Sequence[int], tensor: Tensor, axes: extents.Axes) -> ScoreMod:
+    """score + factor * tensor[at], and its gradient. axes: of the tensor."""
     loaded = p.load(0, at)
     term = loaded if factor is None else p.mul(factor, loaded)
     program = p.program([p.add(p.input("score"), term)])
@@ -196,7 +210,7 @@ def _added(p: Builder, factor: int | None, at: Sequence[int], tensor: Tensor) ->
     value = grad if factor is None else p.mul(factor, grad)
     scatters = [Scatter(0, len(at))] if tensor.requires_grad else []
     gradient = p.program([grad, *([value, *at] if scatters else [])], scatters)
-    return ScoreMod(None, (program.text, gradient.text), (tensor,))
+    return ScoreMod(None, (program.text, gradient.text), (tensor,), (axes,))
 
 
 def _tensor(name: str, tensor: object, ranks: Sequence[int], shape: str) -> None:

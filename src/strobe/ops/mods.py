@@ -16,6 +16,7 @@ from ..errors import UnsupportedProblem
 from ..kernels.protocol import Forward
 from ..kernels.runtime.launch_cache import CACHE, forward_addresses
 from ..kernels.runtime.workspace import empty_here
+from ..mods import extents
 from ..mods.mask import MaskMod
 from ..mods.program import Program
 from ..mods.score import BoundScore, as_score_mod
@@ -56,12 +57,15 @@ def bind(
         call = in_autocasts_dtype(call)
     needs_grad = wants_gradients(call)
     bound = seen = NOTHING
+    sizes = _sizes(call)
     if score is not None:
         modification = as_score_mod(score)
+        modification.check(sizes)
         bound = modification.bind(needs_grad)
         if not needs_grad and torch.is_grad_enabled() and any([t.requires_grad for t in bound.tensors]):
             needs_grad, bound = True, modification.bind(True)
     if isinstance(mask, MaskMod):
+        mask.check(sizes)
         seen = mask.bind()
     texts = ModTexts(
         bound.text, bound.gradient, seen.text, dropout is not None, max_scores, call.cu_seqlens_q is not None
@@ -71,6 +75,17 @@ def bind(
     call = Call._make((*call[:_NEEDS_GRAD], needs_grad, *call[_NEEDS_GRAD + 1 : -1], mods))
     check_captured(call)  # here, since the dispatcher would take a list with a tensor of another device elsewhere
     return call
+
+
+def _sizes(call: Call) -> dict[str, int]:
+    """How many positions of each kind a call has: no queries and keys of packed calls, whose sequences have their
+    own.
+    """
+    if call.q.dim() != (3 if call.packed else 4) or call.k.dim() != call.q.dim():  # which `check` refuses
+        return dict.fromkeys(extents.MEANING, 0)
+    if call.cu_seqlens_q is not None:
+        return {"b": call.cu_seqlens_q.shape[0] - 1, "h": call.q.shape[1], "q": 0, "k": 0}
+    return {"b": call.q.shape[0], "h": call.q.shape[2], "q": call.q.shape[1], "k": call.k.shape[1]}
 
 
 def attend(

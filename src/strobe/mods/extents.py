@@ -1,0 +1,42 @@
+"""Whether the tensors of ready-made scores and masks are as large as a call.
+
+A function's own indices are clamped to its tensors. strobe.bias, strobe.alibi, masks made from tensors and tables of
+blocks are indexed by the positions themselves, so a tensor that is too small is a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ..errors import InvalidProblem
+
+MEANING = {"b": "batch entries", "h": "query heads", "q": "queries", "k": "keys"}
+Axes = tuple[str | None, ...]  # for each dimension of a tensor the position of MEANING that indexes it, if one does
+
+
+def axes_of(tensor: Tensor) -> Axes:
+    """The axes of a tensor [B, H_q, S_q, S_k], or of its last dimensions. A dimension of size 1 is broadcast.
+
+    >>> import torch
+    >>> axes_of(torch.zeros(4, 1, 8))
+    ('h', None, 'k')
+    """
+    names = ("b", "h", "q", "k")[4 - tensor.dim() :]
+    return tuple([None if size == 1 else name for name, size in zip(names, tensor.shape)])
+
+
+def check(argument: str, tensors: Sequence[Tensor], axes: Sequence[Axes], sizes: Mapping[str, int]) -> None:
+    """Raises InvalidProblem if a tensor has fewer elements than a call has positions. sizes: by the names of
+    `MEANING`.
+    """
+    for tensor, names in zip(tensors, axes):
+        for dim, name in enumerate(names):
+            if name is not None and tensor.shape[dim] < sizes[name]:
+                raise InvalidProblem(
+                    argument,
+                    f"a tensor of shape {list(tensor.shape)}, whose dimension {dim} counts {MEANING[name]}",
+                    f"at least {sizes[name]}, the {MEANING[name]} of the call",
+                    "make the tensor as large as the call; a dimension of size 1 is broadcast",
+                )
