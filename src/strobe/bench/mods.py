@@ -94,8 +94,7 @@ def _softcap(case: ModsCase, device: torch.device) -> Functions:
 
 def _relative_bias(case: ModsCase, device: torch.device, learned: bool = False) -> Functions:
     blocks = -(-case.seqlen // BLOCK)
-    draw = torch.Generator(device).manual_seed(1)
-    table = torch.randn(case.heads, blocks, blocks, device=device, generator=draw).requires_grad_(learned)
+    table = torch.randn(case.heads, blocks, blocks, device=device, generator=_seeded(device)).requires_grad_(learned)
     score = lambda s, b, h, q, k: s + table[h, q // BLOCK, k // BLOCK]
     return Functions(_causal, score, captured=(table,) if learned else ())
 
@@ -148,7 +147,7 @@ def _image(case: ModsCase, device: torch.device) -> Functions:
 
 
 def _t5_bias(case: ModsCase, device: torch.device) -> Functions:
-    table = torch.randn(case.heads, 257, device=device)
+    table = torch.randn(case.heads, 257, device=device, generator=_seeded(device))
     return Functions(_causal, lambda s, b, h, q, k: s + table[h, (k - q).clamp(-128, 128) + 128])
 
 
@@ -158,12 +157,16 @@ def _temperature(case: ModsCase, device: torch.device) -> Functions:
 
 
 def _gate(case: ModsCase, device: torch.device) -> Functions:
-    gate = torch.rand(case.heads, case.seqlen, device=device) + 0.5
+    gate = torch.rand(case.heads, case.seqlen, device=device, generator=_seeded(device)) + 0.5
     return Functions(_causal, lambda s, b, h, q, k: s + gate[h, k].log())
 
 
 def _sigmoid(case: ModsCase, device: torch.device) -> Functions:
     return Functions(_causal, lambda s, b, h, q, k: -torch.nn.functional.softplus(-s))
+
+
+def _seeded(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(1)
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
