@@ -26,7 +26,7 @@ from tests.case_parts import on_each_commit
 from tools.proof import budget
 from tools.proof.budget import FAMILIES, LEDGER, REFUSED, TARGETS, UNITS, Unit
 from tools.proof.calls import CASES
-from tools.proof.compile import launches, rows
+from tools.proof.compile import launches, new_processes, rows
 from tools.proof.record import RESULTS, key, packed, read
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,12 @@ def _each(units):
 @pytest.mark.parametrize("unit", _each(UNITS))
 def test_within_budget_and_as_recorded(unit):
     anew = not unit.each_commit or (_is_on_every_target(unit) and on_each_commit(str(unit), 4))
-    found = rows(unit, recorded=None if anew else RECORDED)
+    known = None if anew else RECORDED
+    if "float8" in unit.case:
+        with new_processes() as process:  # whose first target is this one
+            found = process.submit(rows, unit, recorded=known).result()
+    else:
+        found = rows(unit, recorded=known)
     assert [fault for row in found for fault in budget.faults(row)] == []
     recorded = [row for row in RECORDED.values() if Unit(*key(row)[:3]) == unit]
     assert [row["kernel"] for row in found] == [row["kernel"] for row in recorded], REFRESH

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
@@ -382,15 +382,30 @@ def _compiled(units: list[Unit], kernel: str, jobs: int, nvdisasm: str | None) -
     """The rows of all units, compiled in `jobs` new processes. Shows a progress bar if standard error is a terminal and
     rich is installed.
     """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_use, initargs=(nvdisasm,)) as pool:
-        batches = pool.map(partial(rows, kernel=kernel), units)
+    with ExitStack() as stack:
+        batches = itertools.chain.from_iterable(
+            stack.enter_context(new_processes(jobs, nvdisasm)).map(partial(rows, kernel=kernel), alike)
+            for alike in _with_equal_conversions(units)
+        )
         if sys.stderr.isatty() and find_spec("rich"):
             from rich.console import Console
             from rich.progress import track
 
             batches = track(batches, "compile", len(units), console=Console(stderr=True), transient=True)
         yield from itertools.chain.from_iterable(batches)
+
+
+def new_processes(jobs: int = 1, nvdisasm: str | None = None) -> ProcessPoolExecutor:
+    """New processes that compile. Triton 3.6 writes the conversion of float8 for the first target that a process
+    compiles it for, and keeps it for all others: a kernel of sm_90 gets other registers after one of sm_89.
+    """
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_use, initargs=(nvdisasm,))
+
+
+def _with_equal_conversions(units: list[Unit]) -> Iterator[list[Unit]]:
+    """The units below sm_90 and the others; the instructions that convert float8 differ between the two."""
+    older = [unit for unit in units if TARGETS[unit.target].capability < 90]
+    yield from (alike for alike in (older, [unit for unit in units if unit not in older]) if alike)
 
 
 def _use(nvdisasm: str | None) -> None:
