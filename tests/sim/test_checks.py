@@ -115,6 +115,48 @@ def test_an_integer_that_wraps():
     assert reports("overflow", lambda: wrapped_kernel[(1,)](out, 7)) == []
 
 
+@triton.jit
+def total_kernel(x, out, BLOCK: tl.constexpr):
+    """The sum of the columns of [BLOCK, 4] numbers."""
+    rows, columns = tl.arange(0, BLOCK), tl.arange(0, 4)
+    tl.store(out + columns, tl.sum(tl.load(x + rows[:, None] * 4 + columns[None, :]), 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32])
+def test_a_sum_that_wraps(dtype):
+    out = torch.zeros(4, dtype=dtype)
+    x = torch.tensor([2**30, 2**30, 1, 0] * 4 if dtype == torch.int32 else [2**31, 2**30, 1, 0] * 4, dtype=dtype)
+    (report,) = reports("overflow", lambda: total_kernel[(1,)](x, out, 4))
+    assert report.kind == "assert" and "int32 overflow detected for operation" in report.text
+    assert "test_checks.py:" in report.text and "total_kernel" in report.text
+    assert reports("overflow", lambda: total_kernel[(1,)](x.int() // 4, out.int(), 4)) == []
+
+
+def test_a_sum_counts_by_its_result():
+    """2**30 + 2**30 - 2**30 is no overflow, in whatever order the GPU adds."""
+    x, out = torch.tensor([2**30, 2**30, -(2**30), -5], dtype=torch.int32).repeat_interleave(4), torch.zeros(4).int()
+    assert reports("overflow", lambda: total_kernel[(1,)](x, out, 4)) == []
+    assert out.tolist() == [2**30 - 5] * 4
+
+
+@triton.jit
+def dot_kernel(a, b, start, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    square = at[:, None] * SIZE + at[None, :]
+    total = tl.full([SIZE, SIZE], 0, tl.int32) + tl.load(start)
+    tl.store(out + square, tl.dot(tl.load(a + square), tl.load(b + square), total, out_dtype=tl.int32))
+
+
+@pytest.mark.parametrize("start, wraps", [(2**31 - 1 - 32 * 127**2, False), (2**31 - 32 * 127**2, True)])
+def test_a_product_of_matrices_that_wraps(start, wraps):
+    a, out = torch.full((32, 32), 127, dtype=torch.int8), torch.zeros(32, 32, dtype=torch.int32)
+    start = torch.tensor([start], dtype=torch.int32)
+    found = reports("overflow", lambda: dot_kernel[(1,)](a, a, start, out, 32))
+    assert [report.kind for report in found] == ["assert"] * wraps
+    assert all("int32 overflow detected for operation dot" in report.text for report in found)
+    assert out[0, 0] == (-(2**31) if wraps else 2**31 - 1)
+
+
 # ---------------------------------------------------------------- hints
 
 

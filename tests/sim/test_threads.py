@@ -1,11 +1,18 @@
 """Races among the threads of one program, and races in which both write the same."""
 
+import re
+
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from strobe.sim import Checks, simulate
 from tests.sim.places import PLACES, launch
@@ -141,6 +148,80 @@ def test_layouts_say_which_thread_holds_an_element(per_thread, waits, found):
     x, out = (torch.zeros(512, dtype=torch.int32) for _ in range(2))
     reports = reports_of(layouts_kernel, x, out, per_thread, waits, checks=THREADS)
     assert len(reports) == found and out.tolist() == list(range(512))
+
+
+@triton.jit
+def between_kernel(x, y, out, HOW: tl.constexpr):
+    """Between the store and the load, an operation that Triton compiles with a barrier, or without one."""
+    at = tl.arange(0, 128)
+    tl.store(x + at, at)
+    if HOW == "histogram":
+        tl.store(y + at, tl.histogram(tl.load(y + at), 128))
+    elif HOW == "gather":
+        tl.store(y + at, tl.gather(tl.load(y + at), tl.load(out + at), 0))
+    elif HOW == "atomic on a number":
+        tl.store(y, tl.atomic_add(y, 1))
+    elif HOW == "atomic on a tensor":
+        tl.atomic_add(y + at, 1)
+    tl.store(out + at, tl.load(x + 127 - at))
+
+
+@gluon.jit
+def worker(y):
+    gl.store(y, 1)
+
+
+@gluon.jit
+def other_worker(y):
+    gl.store(y + 1, 1)
+
+
+@gluon.jit
+def between_gluon_kernel(x, y, out, HOW: gl.constexpr):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    other: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    at, again = gl.arange(0, 512, one), gl.arange(0, 512, other)
+    gl.store(x + at, at)
+    if HOW == "cp.async wait":
+        async_copy.wait_group(0)
+    elif HOW == "TMA store wait":
+        tma.store_wait(0)
+    elif HOW == "warp_specialize":
+        gl.warp_specialize([(worker, (y,)), (other_worker, (y,))], [4], [24])
+    elif HOW == "fence":
+        fence_async_shared()
+    gl.store(out + again, gl.load(x + again))
+
+
+BETWEEN = {  # what is between the store and the load -> whether Triton's PTX has a barrier there
+    "histogram": True,
+    "gather": True,
+    "atomic on a number": True,
+    "atomic on a tensor": False,
+    "cp.async wait": True,
+    "TMA store wait": True,
+    "warp_specialize": True,
+    "fence": False,
+}
+
+
+@pytest.mark.parametrize("how", BETWEEN)
+def test_operations_with_a_barrier_of_their_own(how):
+    x, y, out = (torch.zeros(512, dtype=torch.int32) for _ in range(3))
+    kernel = between_kernel if how.startswith(("hist", "gath", "atom")) else between_gluon_kernel
+    reports = reports_of(kernel, x, y, out, how, checks=THREADS)
+    assert [report.kind for report in reports] == ["race"] * (not BETWEEN[how])
+
+
+@pytest.mark.parametrize("how", BETWEEN)
+def test_what_triton_compiles_between_them(how):
+    plain = how.startswith(("hist", "gath", "atom"))
+    kernel, source = (between_kernel, ASTSource) if plain else (between_gluon_kernel, GluonASTSource)
+    signature = {"x": "*i32", "y": "*i32", "out": "*i32", "HOW": "constexpr"}
+    compiled = triton.compile(source(kernel, signature, {(3,): how}), target=GPUTarget("cuda", 90, 32))
+    ptx = re.sub(r"//.*|bar\.warp\.sync.*", "", compiled.asm["ptx"])
+    between = ptx[ptx.index("st.global") : ptx.rindex("ld.global")]
+    assert bool(re.search(r"\bbar(rier)?\.(cta\.)?sync", between)) == BETWEEN[how]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -191,9 +191,11 @@ class Arithmetic(Contraction):
         return Value(data, ty.elem, self._inferred("fp4_to_fp", a, self.layouts.elem(ty.elem), axis))
 
     def create_gather(self, a: Value, index: Value, axis: int) -> Value:
+        self.machine.threads_meet()
         return Value(np.take_along_axis(a.data, np.asarray(index.data, np.int64), axis), a.elem, index.layout)
 
     def create_histogram(self, a: Value, bins: int, mask: Value | None, layout: object = None) -> Value:
+        self.machine.threads_meet()
         data = a.data if mask is None else a.data[np.broadcast_to(mask.data, a.data.shape)]
         inside = data[(data >= 0) & (data < bins)]
         return Value(np.bincount(inside, minlength=bins).astype(np.int32), "i32", layout)

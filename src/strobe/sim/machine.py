@@ -462,6 +462,7 @@ class Machine:
         first body's result when all have returned.
         """
         me, hub = self.current, self.hub
+        self.threads_meet()
         me.tick()
         place = self.place()
         workers = [Partition(me.cta, name, warps, me.vector_clock, place, hub, body) for name, warps, body in bodies]

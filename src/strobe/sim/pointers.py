@@ -296,7 +296,8 @@ class Pointers:
         self._record(parts, True, "atomic", "atomic", sums(op, elem))
         for found in parts if self.machine.checks.costs else ():
             self.machine.costs.add("global atomic", self.machine.place(), int(found.live.sum()) * found.size)
-        self.machine.threads_meet()
+        if not addresses.ndim:  # the compiler broadcasts the old value to all threads, behind a barrier
+            self.machine.threads_meet()
         apply = _ATOMIC["XCHG" if op == "CAS" else op]
         self.machine.preempt()
         old = self._fetch(parts, addresses.shape, stored, 0)

@@ -147,6 +147,8 @@ class _Evaluated(TritonSemantic):
         known = _STANDARD.get(_combining_name(region_builder_fn)) if _wide(inputs) else None
         if known:
             data = [np.asarray(known(values[0].data, axis=axis)).astype(values[0].data.dtype, copy=False)]
+            if known == np.add.reduce and self.builder.machine.checks.overflow:
+                self._check_sum(values[0], data[0], axis)
         else:
             data = [np.take(v, 0, axis) for v in self._tree(region_builder_fn, values, axis)]
         left = [size for i, size in enumerate(shape) if i != axis]
@@ -156,6 +158,11 @@ class _Evaluated(TritonSemantic):
             handle = Value(array if array.ndim else array[()], value.elem, layout)
             out.append(self._wrap(handle, tensor.type.scalar, left))
         return tuple(out)
+
+    def _check_sum(self, value: Value, made: np.ndarray, axis: int) -> None:
+        """Report a sum of integers whose result wraps. Partial sums do not count: their order is the compiler's."""
+        if value.elem[0] == "i" and value.elem != "i64" and np.any(value.data.sum(axis, dtype=np.int64) != made):
+            self.builder.report("assert", f"int{value.elem[1:]} overflow detected for operation sum")
 
     def _tree(self, build: _Build, values: list[Value], axis: int) -> list[np.ndarray]:
         """Reduce by halving the axis until one element is left."""

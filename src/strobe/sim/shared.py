@@ -377,6 +377,7 @@ class SharedMemory:
         Triton 3.9 can wait for the writes, too (read_only=False).
         """
         p = self.machine.current
+        self.machine.threads_meet()
         self.machine.drain(p.stores, pending, "store_wait")
         if read_only is False:
             self.machine.drain(p.store_writes, pending, "store_wait")
@@ -435,6 +436,7 @@ class SharedMemory:
         )
 
     def create_async_wait_group(self, pending: int) -> None:
+        self.machine.threads_meet()
         self.machine.drain(self.machine.current.copies, pending, "cp.async wait_group")
 
     def create_async_copy_mbarrier_arrive(self, bar: Where, increment: bool) -> None:

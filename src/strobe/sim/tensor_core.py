@@ -92,6 +92,7 @@ class TensorCores:
         def land() -> None:
             result = product(left(), right(), elem)
             result = result + acc.raw() if accumulate else result
+            self._check_wrap(result, acc.elem, place)
             out.set_data(result.astype(COMPUTED[acc.elem], copy=False))
 
         self._issue(stream, "wgmma", shape, elem, land, place)
@@ -123,12 +124,19 @@ class TensorCores:
             return value
         return Value(value.raw(), value.elem, value.layout)
 
+    def _check_wrap(self, result: np.ndarray, elem: str, place: Place) -> None:
+        """Report a product of integers that its accumulator does not hold (`overflow`)."""
+        if self.machine.checks.overflow and elem == "i32" and np.any(result != result.astype(np.int32)):
+            text = f"int32 overflow detected for operation dot, at {place_text(place)}"
+            self.machine.report("assert", text, place, ("dot", place))
+
     # ---- mma.sync and tl.dot
 
     def create_dot(self, a: Value, b: Value, c: Value, precision: object, imprecise: int) -> Value:
         self.machine.threads_meet()
         precise = getattr(precision, "name", "") == "IEEE"
         result = product(a.data, b.data, a.elem, precise) + c.data
+        self._check_wrap(result, c.elem, self.machine.place())
         self.machine.spend(self._product_ns((*np.shape(c.data)[-2:], np.shape(a.data)[-1]), a.elem))
         return Value(np.asarray(rounded(result, c.elem)).astype(COMPUTED[c.elem], copy=False), c.elem, c.layout)
 
