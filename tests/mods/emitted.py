@@ -16,6 +16,7 @@ from strobe.mods.mask import MaskMod
 from strobe.mods.program import Program
 from strobe.mods.score import ScoreMod, alibi, relative_bias
 from strobe.testing.mods import MODS
+from tests.mods.triton_examples import near, near_backward, near_reference, striped, striped_reference
 
 M, N, B, H = 32, 64, 1, 3
 
@@ -127,6 +128,11 @@ def main() -> None:
     for divisor in (3, -3):
         signs = lambda b, h, q, k, d=divisor: ((q - 50) // d + (k - 20) % d) % 2 == 0
         check_mask(f"signs {divisor}", strobe.mask_mod(signs))
+    slopes, widths = torch.rand(4), torch.tensor([3, 4, 5, 3], dtype=torch.int32)
+    options = {"captures": (slopes, 9.5, 3), "reference": near_reference}
+    check_score("triton.jit", strobe.score_mod(near, backward=near_backward, **options))
+    check_score("triton.jit, reference's derivative", strobe.score_mod(near, **options))
+    check_mask("triton.jit", strobe.mask_mod(striped, captures=(widths, 1), reference=striped_reference))
     print("emitted functions agree")
 
 

@@ -167,7 +167,7 @@ def _function(
         words = _cast_apart(node, names, program) or _words(
             node, [names[arg] for arg in node.args], program, places, [ranges[arg] for arg in node.args]
         )
-        if node.op in ("input", "const", "number") and node.value != "diagonal":
+        if node.op in ("input", "const", "number", "pointer") and node.value != "diagonal":
             names.append(words)  # a name or a Python number: no statement of its own
         else:
             names.append(f"v{n}")
@@ -178,7 +178,9 @@ def _function(
         lines += [*_needed(program, nodes, statements), *added]
     lines += _needed(program, program.outputs[:1], statements)
     lines.append(f"return {_result(program, names)}")
-    return "\n".join(("@triton.jit", f"def {name}({arguments}):", *(f"    {line}" for line in lines)))
+    called = {str(node.value) for node in program.nodes if node.op == "triton"}
+    imports = [f"from strobe.mods.triton_functions import {one}" for one in sorted(called)]
+    return "\n".join((*imports, "@triton.jit", f"def {name}({arguments}):", *(f"    {line}" for line in lines)))
 
 
 def _needed(program: Program, nodes: Sequence[int], statements: dict[int, str]) -> list[str]:
@@ -243,6 +245,16 @@ def _words(node: Node, args: list[str], program: Program, places: _Places, range
         at = places.tensors[int(node.value or 0)]
         words = f"tl.load({_address(at, args, ranges, 2)})"
         return f"({words} != 0)" if node.kind == BOOL else f"({words}).to({_TYPES[node.kind]})"
+    if node.op == "pointer":
+        return f"aux[{places.tensors[node.index]}]"
+    if node.op == "triton":
+        numbers = {n for n, arg in enumerate(node.args) if program.nodes[arg].op == "number"}
+        given = [
+            f"aux[{places.numbers + program.nodes[node.args[n]].index}]" if n in numbers else word
+            for n, word in enumerate(args)
+        ]
+        called = f"{node.value}({', '.join(given)})"
+        return f"{called} != 0" if node.kind == BOOL else called
     if node.op == "cast":
         return f"({args[0]}).to({_TYPES[node.kind]})"
     if node.op == "where":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .program import BOOL, COMPARISONS, FLOAT, INT, Program
+from .triton_functions import expanded
 
 Operand = Tensor | int | float | bool
 _DTYPES = {INT: torch.int32, "l": torch.int64, BOOL: torch.bool}
@@ -53,7 +54,8 @@ def evaluate(
 ) -> list[Tensor]:
     """The results of a program. Shapes broadcast as they are needed: a result may have sizes of 1.
 
-    inputs: tensors by name. captured: (tensors, numbers). wide: the dtype of scores.
+    inputs: tensors by name. captured: (tensors, numbers). wide: the dtype of scores. Raises UnsupportedProblem for a
+    `triton.jit` function without a reference.
 
     >>> from .program import build
     >>> program = build(lambda p: [p.compare("ge", p.input("q"), p.input("k"))])
@@ -61,6 +63,7 @@ def evaluate(
     >>> evaluate(program, {"q": position[:, None], "k": position[None, :]})[0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     """
+    program = expanded(program)
     tensors, numbers = captured
     device = next(iter(inputs.values())).device
     values: list[Tensor] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from .compiled import bind_compiled
 from .evaluate import evaluate
 from .intervals import ALWAYS, NEVER, Interval, bounds
 from .program import BOOL, INT, Builder, Captured, Program, combined, inverted, kind_of
-from .score import _checked
+from .score import _checked, refuse_options
 from .trace import MASK_INPUTS
+from .triton_functions import checked_captures, expanded, is_triton_function, mask_program, parted
 
 MOST_ELEMENTS = 1 << 22  # of a mask that is evaluated at once
 
@@ -182,7 +183,7 @@ class MaskMod(Mask):
 
     def tile_kind(self, tile: Tile, seqlen_q: int, seqlen_k: int, head: int = 0) -> TileKind:
         """EMPTY, FULL or PARTIAL for one head. Elements are evaluated only if interval arithmetic cannot decide."""
-        bound = self.whole.bind()
+        bound = _evaluable(self.whole.bind())
         m_start, m_stop, n_start, n_stop, b = tile
         rows, keys = range(m_start, min(m_stop, seqlen_q)), range(n_start, min(n_stop, seqlen_k))
         if not rows or not keys:
@@ -237,7 +238,7 @@ class MaskMod(Mask):
         block: int | None = None,
     ) -> Iterator[Tensor]:  # fmt: skip
         """bool [B, (H,) rows, S_k] for each block of rows."""
-        bound = self.whole.bind()
+        bound = _evaluable(self.whole.bind())
         (seqlen_q, seqlen_k), (batch, heads) = lengths, sizes
         for name, size, what in (("b", batch, "batch"), ("h", heads, "heads")):
             if size is None and bound.program.reads(name) and not (name == "b" and _one_batch(self)):
@@ -275,7 +276,9 @@ def kind_by_intervals(
     return TileKind.FULL if found == ALWAYS else TileKind.EMPTY if found == NEVER else None
 
 
-def mask_mod(function: Callable | Any) -> MaskMod:
+def mask_mod(
+    function: Callable | Any, *, captures: Sequence[Tensor | int | float] = (), reference: Callable | None = None
+) -> MaskMod:
     """A function of positions, (b, h, q_idx, kv_idx) -> bool, as a mask. True: the query sees the key.
 
     >>> import strobe
@@ -291,13 +294,25 @@ def mask_mod(function: Callable | Any) -> MaskMod:
     A function that is a window, a prefix, key lengths or documents runs as that mask (`strobe.explain` shows it). For
     documents on a GPU, the host checks once for each version of the ids whether every document is one run.
     Raises UnsupportedProblem for a function that has no translation, naming the operation.
+
+    The function may also be one of `@triton.jit`. Then captures are the tensors and numbers that it gets after kv_idx,
+    a tensor as its address, and reference is the same as a function of torch operations, for CPUs and for `dense`.
     """
+    if is_triton_function(function):
+        given = checked_captures(captures)
+        return MaskMod(part=_Bound(BoundMask(mask_program(function, given, reference), *parted(given))))
+    refuse_options(function, captures=captures, reference=reference)
     if hasattr(function, "kv_num_blocks") and hasattr(function, "mask_mod"):
         return MaskMod.from_block_mask(function)
     if isinstance(function, Tensor):
         return MaskMod(part=_from_tensor(function))
     checked = _checked(function, "mask_mod", 4)
     return MaskMod(part=_Function(checked, _Function(checked).bind()))
+
+
+def _evaluable(bound: BoundMask) -> BoundMask:
+    """The mask with references in place of `triton.jit` functions, so that it reads what they read."""
+    return bound._replace(program=expanded(bound.program))
 
 
 def _one_batch(mask: MaskMod) -> int | None:

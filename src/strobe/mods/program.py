@@ -32,7 +32,9 @@ Value = int | float | bool
 
 
 class Node(NamedTuple):
-    """One operation. args: earlier nodes. value: a constant, an input's name, or the number of a tensor or number."""
+    """One operation. args: earlier nodes. value: a constant, the name of an input or a `triton.jit` function, or the
+    number of a tensor or number.
+    """
 
     kind: str
     op: str
@@ -46,7 +48,7 @@ class Node(NamedTuple):
 
     @property
     def index(self) -> int:
-        """The index of a "number" among the program's numbers."""
+        """The index of a "number" among the program's numbers, and of a "load" or "pointer" among its tensors."""
         return int(self.value or 0)
 
 
@@ -175,8 +177,10 @@ def _parse_node(kind: str, op: str, rest: Sequence[str]) -> Node:
         return Node(kind, op, (), value)
     if op == "input":
         return Node(kind, op, (), rest[0])
-    if op in ("load", "number"):
+    if op in ("load", "pointer", "number"):
         return Node(kind, op, tuple(map(int, rest[1:])), int(rest[0]))
+    if op == "triton":  # triton_functions
+        return Node(kind, op, tuple(map(int, rest[1:])), rest[0])
     return Node(kind, op, tuple(map(int, rest)))
 
 
@@ -322,8 +326,8 @@ class Builder:
                 at.append(inputs[str(node.value)])
                 continue
             value = node.value
-            if node.op in ("load", "number"):
-                value = int(node.value or 0) + (tensors if node.op == "load" else numbers)
+            if node.op in ("load", "pointer", "number"):
+                value = node.index + (numbers if node.op == "number" else tensors)
             at.append(self.node(node.kind, node.op, tuple(at[arg] for arg in node.args), value))
         return [at[output] for output in program.outputs]
 

@@ -16,6 +16,7 @@ from .captures import arity
 from .compiled import BoundScore, bind_compiled
 from .program import FLOAT, INT, Builder, Captured, Program, Scatter, kind_of
 from .trace import SCORE_INPUTS
+from .triton_functions import TritonScore, checked_captures, is_triton_function
 
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
@@ -33,19 +34,26 @@ class ScoreMod:
         programs: tuple[str, str] = ("", ""),
         tensors: Sequence[Tensor] = (),
         axes: Sequence[extents.Axes] = (),
+        triton: TritonScore | None = None,
     ):
         self.function = function
+        self._triton = triton
         self._programs = programs
         self._tensors = tuple(tensors)
         self._axes = axes
         self._bound: BoundScore | None = None
 
     def __repr__(self) -> str:
-        name = getattr(self.function, "__qualname__", "") or "ready-made"
+        function = self.function if self._triton is None else self._triton.function.fn
+        name = getattr(function, "__qualname__", "") or "ready-made"
         return f"ScoreMod({name})"
 
     def bind(self, gradient: bool) -> BoundScore:
         """The programs and what they capture now. gradient: the gradient's program is needed."""
+        if self._triton is not None:
+            if torch.compiler.is_compiling() and self._bound is not None and (self._bound.gradient or not gradient):
+                return self._bound
+            return self._triton.bind(gradient)
         if self.function is None:
             text, derivative = self._programs
             return BoundScore(text, derivative if gradient else "", self._tensors, ())
@@ -65,12 +73,20 @@ class ScoreMod:
     def held(self) -> ScoreMod:
         """This modification, traced now with its gradient. torch.compile then takes the trace and captures as they
         are."""
-        if self.function is not None:
+        if self._triton is not None:
+            self._bound = self.bind(self._triton.has_derivative)
+        elif self.function is not None:
             self._bound = self.bind(True)
         return self
 
 
-def score_mod(function: Callable) -> ScoreMod:
+def score_mod(
+    function: Callable,
+    *,
+    captures: Sequence[Tensor | int | float] = (),
+    backward: Callable | None = None,
+    reference: Callable | None = None,
+) -> ScoreMod:
     """A function of a score and of positions, (score, b, h, q_idx, kv_idx) -> score, as an object.
 
     >>> import strobe
@@ -85,14 +101,38 @@ def score_mod(function: Callable) -> ScoreMod:
 
     Captured tensors that require gradients get them. Indices outside a captured tensor are clamped, negative ones count
     from its end. Raises UnsupportedProblem for a function that has no translation, naming the operation.
+
+    The function may also be one of `@triton.jit`, which the kernels call as it is. The other arguments are for it:
+
+    Args:
+        captures: tensors and numbers that it gets after kv_idx, a tensor as its address. It checks indices itself.
+        backward: its derivative, a `@triton.jit` function (dscore, score, b, h, q_idx, kv_idx, *captures) -> dscore.
+        reference: the same as a function of torch operations. CPUs run it. Without `backward` its derivative is used,
+            which includes the gradients of captured tensors.
     """
+    if is_triton_function(function):
+        made = TritonScore(function, checked_captures(captures), backward, reference)
+        return ScoreMod(None, triton=made).held()
+    refuse_options(function, captures=captures, backward=backward, reference=reference)
     return ScoreMod(_checked(function, "score_mod", 5)).held()
+
+
+def refuse_options(function: object, **options: object) -> None:
+    """Raises InvalidProblem for options of `triton.jit` functions beside another function."""
+    for name, value in options.items():
+        if value is not None and value != ():
+            got = f"a value beside {getattr(function, '__qualname__', type(function).__name__)}"
+            raise InvalidProblem(
+                name, got, "a function of triton.jit", "leave it out: a closure holds what a function reads"
+            )
 
 
 def as_score_mod(given: object) -> ScoreMod:
     """A ScoreMod from a ScoreMod or a function."""
     if isinstance(given, ScoreMod):
         return given
+    if is_triton_function(given):
+        return score_mod(given)  # type: ignore[arg-type]
     return ScoreMod(_checked(given, "score_mod", 5))
 
 

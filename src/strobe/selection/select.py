@@ -11,6 +11,8 @@ from ..errors import InvalidProblem, UnsupportedProblem
 from ..kernels import FAMILIES, kernels
 from ..kernels.protocol import NUMBERS, Kernel, Plan
 from ..kernels.runtime.workspace import room
+from ..mods.program import Program
+from ..mods.triton_functions import why_not_expanded
 from ..problem.append import AppendProblem
 from ..problem.decode import DecodeProblem
 from ..problem.problem import Problem
@@ -91,6 +93,8 @@ def _first(
     passed: list[tuple[str, str]] = []
     for kernel in kernels(direction):
         reason = _not_asked_for(problem.kernel, kernel) or kernel.why_not(problem, target)
+        if reason is None and kernel.name.startswith("cpu."):
+            reason = _against_triton_functions(problem)
         if reason is None and plan is not None:
             reason = f"could run this too; {plan.kernel.name} comes first"
         if reason is not None:
@@ -122,6 +126,13 @@ def _not_asked_for(wanted: str, kernel: Kernel) -> str | None:
     if not family or family == own_family or (direction and direction != own_direction):
         return None
     return f'kernel="{wanted}" was asked for'
+
+
+def _against_triton_functions(problem: Problem | DecodeProblem | AppendProblem) -> str | None:
+    """Why torch operations cannot run a problem's functions, or None."""
+    mods = None if isinstance(problem, AppendProblem) else problem.mods
+    reasons = [why_not_expanded(Program.parse(text)) for text in (() if mods is None else mods.programs)]
+    return next(filter(None, reasons), None)
 
 
 def _other(family: str, direction: str) -> str:
