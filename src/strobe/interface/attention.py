@@ -17,12 +17,11 @@ from ..distributed.arguments import Functions, attend, attend_packed
 from ..distributed.plan import Plan
 from ..errors import InvalidProblem, UnsupportedProblem, wrong_type
 from ..kernels.runtime import error_flags
-from ..mods.mask import MaskMod
+from ..mods.mask import MaskMod, checked_mask
 from ..mods.score import ScoreMod
 from ..ops import attention as ops
-from ..ops import decode as ops_decode
 from ..ops import mods as ops_mods
-from ..ops import paged as ops_paged
+from ..ops import mods_paged as ops_mods_paged
 from ..problem.call import Call
 from ..problem.decode import DecodeProblem
 from ..problem.foreign_arguments import no_mask, unknown
@@ -310,15 +309,23 @@ def supports(
     return True
 
 
-def warmup(problems: Iterable[Problem | DecodeProblem], device: torch.device | str | None = None) -> None:
+def warmup(
+    problems: Iterable[Problem | DecodeProblem], device: torch.device | str | None = None, *,
+    score_mod: ScoreMod | Callable | None = None, mask: Mask | None = None,
+) -> None:  # fmt: skip
     """Compile the kernels of these problems before their first call, for example before a graph capture or to fill a
     shared cache.
 
     >>> q = torch.randn(1, 8, 2, 64)
     >>> warmup([explain(q, q, q).problem])
+    >>> from strobe import alibi
+    >>> slopes = alibi(torch.rand(2))
+    >>> warmup([explain(q, q, q, score_mod=slopes).problem], score_mod=slopes)
 
     Runs each problem once on zeros of its shapes. `device` defaults to the current GPU, or to the CPU if there is no
-    GPU. Raises InvalidProblem for the meta device and TypeError for a value that is not a problem.
+    GPU. Problems of calls with functions need these functions: pass score_mod and mask as in the calls. Raises
+    InvalidProblem for the meta device and for functions that are missing or not the problem's, and TypeError for a
+    value that is not a problem.
     """
     place = device_here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "meta":
@@ -327,16 +334,17 @@ def warmup(problems: Iterable[Problem | DecodeProblem], device: torch.device | s
         )
     if not isinstance(problems, Iterable):
         raise wrong_type("problems", problems, "strobe.Problem values", "put it in a list")
+    over_cache = checked_mask(mask)
     for problem in problems:
         if isinstance(problem, PagedProblem):
-            ops_paged.run(problem.example(place))
+            ops_mods_paged.run_example(problem, place, score_mod, over_cache)
             continue
         if isinstance(problem, DecodeProblem):
-            ops_decode.run(problem.example(place))
+            ops_mods.run_decode_example(problem, place, score_mod, over_cache)
             continue
         if not isinstance(problem, Problem):
             raise wrong_type("problems", problem, "strobe.Problem values", "take them from strobe.explain(...).problem")
-        ops.run_example(problem, place)
+        ops_mods.run_example(problem, place, score_mod, mask)
 
 
 def last_errors(device: torch.device | str | None = None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from ..kernels.protocol import Forward
 from ..problem.decode import refuse_gradients
 from ..problem.mask import Mask
 from ..problem.mods import Mods, ModTexts
-from ..problem.paged import PagedCall
+from ..problem.paged import PagedCall, PagedProblem
 from ..problem.torch_state import written_by_copy
 from ..selection.select import Choice
 from . import decode, paged
 from .attention import LIBRARY
 from .fake import check_no_vmap, copied
-from .mods import COUNT, EXTRA_ARGUMENTS, arguments, bind_functions, mods_of
+from .mods import COUNT, EXTRA_ARGUMENTS, arguments, bind_functions, check_same, mods_of, wanted
 
 
 def attend(
@@ -41,6 +42,16 @@ def choice(call: PagedCall, score: object, mask: Mask | None) -> Choice:
     if score is None and mask is None:
         return paged.decide(paged.prepare(call))
     return paged.decide(_bind(call, score, mask))
+
+
+def run_example(problem: PagedProblem, device: torch.device, score: object, mask: Mask | None) -> None:
+    """Run a problem once on zeros. score, mask: the functions of a problem that has some."""
+    if problem.mods is None:
+        paged.run(problem.example(device))
+        return
+    call = _bind(replace(problem, mods=None).example(device), *wanted(problem.mods, score, mask))
+    check_same(problem.mods, call.mods)
+    PAGED(*arguments(call))
 
 
 def _bind(call: PagedCall, score: object, mask: Mask | None) -> PagedCall:

@@ -227,7 +227,9 @@ class DecodeProblem(OfCache):
     def example(self, device: torch.device) -> DecodeCall:
         """A call of this problem on zeros, with empty sequences."""
         if self.mods is not None:
-            raise UnsupportedProblem(f"{self}: a problem with functions has no example; call attention_decode instead")
+            raise UnsupportedProblem(
+                f"{self}: a problem with functions has no example without them; pass them to warmup"
+            )
         batch, rows = self.layout.batch, self.layout.seqlen_q
         pages = (
             (self.layout.n_pages, self.layout.page_size)

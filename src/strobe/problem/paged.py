@@ -140,7 +140,9 @@ class PagedProblem(DecodeProblem):
     def example(self, device: torch.device) -> PagedCall:
         """A call of this problem on zeros, with empty sequences."""
         if self.mods is not None:
-            raise UnsupportedProblem(f"{self}: a problem with functions has no example; call attention_paged instead")
+            raise UnsupportedProblem(
+                f"{self}: a problem with functions has no example without them; pass them to warmup"
+            )
         known: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(DecodeProblem)}
         known["strides"] = (rows_apart((1, 1, self.heads_q, self.head_dim)), *self.strides[1:])
         known["layout"] = self.layout._replace(seqlen_q=1)

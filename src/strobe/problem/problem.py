@@ -137,7 +137,9 @@ class Problem:
     def example(self, device: torch.device) -> Call:
         """A call of this problem on zeros. All sequences of a packed call are empty; masks admit every key."""
         if self.mods is not None:
-            raise UnsupportedProblem(f"{self}: a problem with functions has no example; call attention once instead")
+            raise UnsupportedProblem(
+                f"{self}: a problem with functions has no example without them; pass them to warmup"
+            )
         layout = self.layout
         zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=device)
         if isinstance(layout, Packed):
