@@ -1,6 +1,4 @@
-"""`warmup` of calls, with functions and without: a later call compiles nothing. What its launches are compiled from says
-so.
-"""
+"""`warmup` of calls, with functions and without: a later call compiles nothing, which its launches' sources show."""
 
 from __future__ import annotations
 

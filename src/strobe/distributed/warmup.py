@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import attention as ops
+from ..ops.warmup import run_example
 from ..problem.call import Call
 from ..problem.keywords import options_of
 from ..problem.problem import Problem
@@ -125,4 +125,4 @@ def warmup(several: Iterable[Problem], processes: Any = None) -> None:
 def _compile(problem: Problem, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a new thread starts with device 0
-    ops.run_example(problem, device)
+    run_example(problem, device)

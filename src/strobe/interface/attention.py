@@ -17,18 +17,17 @@ from ..distributed.arguments import Functions, attend, attend_packed
 from ..distributed.plan import Plan
 from ..errors import InvalidProblem, UnsupportedProblem, wrong_type
 from ..kernels.runtime import error_flags
-from ..mods.mask import MaskMod, checked_mask
+from ..mods.mask import MaskMod
 from ..mods.score import ScoreMod
 from ..ops import attention as ops
 from ..ops import mods as ops_mods
-from ..ops import mods_paged as ops_mods_paged
+from ..ops.warmup import run_example
 from ..problem.call import Call
 from ..problem.decode import DecodeProblem
 from ..problem.foreign_arguments import no_mask, unknown
 from ..problem.keywords import Options, Window, as_length, band, dropout_of, options_of, output_tensor
 from ..problem.mask import NO_BOUND, Mask, as_int32, device_here
 from ..problem.merge import Partial
-from ..problem.paged import PagedProblem
 from ..problem.problem import Problem
 from ..selection.select import Choice
 
@@ -334,17 +333,8 @@ def warmup(
         )
     if not isinstance(problems, Iterable):
         raise wrong_type("problems", problems, "strobe.Problem values", "put it in a list")
-    over_cache = checked_mask(mask)
     for problem in problems:
-        if isinstance(problem, PagedProblem):
-            ops_mods_paged.run_example(problem, place, score_mod, over_cache)
-            continue
-        if isinstance(problem, DecodeProblem):
-            ops_mods.run_decode_example(problem, place, score_mod, over_cache)
-            continue
-        if not isinstance(problem, Problem):
-            raise wrong_type("problems", problem, "strobe.Problem values", "take them from strobe.explain(...).problem")
-        ops_mods.run_example(problem, place, score_mod, mask)
+        run_example(problem, place, score_mod, mask)
 
 
 def last_errors(device: torch.device | str | None = None) -> list[str]:

@@ -463,22 +463,3 @@ def insert_keywords(call: Call, keywords: tuple) -> None:
     choice = None if unseen_mode_active() else CACHE.lookup(DIRECT, *call.parted)
     if choice is not None:
         CACHE.insert(KEYWORDS, call[:3], (*keywords, call.deterministic), PlainEntry.of(call, choice))
-
-
-def run_example(problem: Problem, device: torch.device) -> None:
-    """Run a problem once on zeros, with its backward if it needs gradients, so that its kernels are compiled."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        call = problem.example(device)
-        differentiate_example(problem, call, run(call))
-
-
-def differentiate_example(problem: Problem, call: Call, results: Sequence[Tensor]) -> None:
-    """Run the backward of a call that has run on zeros: with a gradient of lse if the call is a partial one, else
-    without. A problem in float32 does not say which it is.
-    """
-    if not problem.needs_grad:
-        return
-    is_partial = problem.out_dtype != problem.dtype
-    for count in (2,) if is_partial else (1,) if problem.dtype.itemsize == 2 else (1, 2):
-        zeros = [torch.zeros_like(result) for result in results[:count]]
-        torch.autograd.grad(results[:count], call[:3], zeros, retain_graph=True)

@@ -7,13 +7,12 @@ holds all that it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..errors import InvalidProblem, UnsupportedProblem
+from ..errors import UnsupportedProblem
 from ..kernels.protocol import Forward
 from ..kernels.runtime.launch_cache import CACHE, forward_addresses
 from ..kernels.runtime.workspace import empty_here
@@ -23,7 +22,7 @@ from ..mods.program import Program
 from ..mods.score import BoundScore, as_score_mod
 from ..problem import torch_private
 from ..problem.call import FIELD_KINDS, Call, accumulator, check_captured
-from ..problem.decode import DecodeCall, DecodeProblem, refuse_gradients
+from ..problem.decode import DecodeCall, refuse_gradients
 from ..problem.mask import Mask
 from ..problem.mods import Dropout, Mods, ModTexts
 from ..problem.paged import PagedCall
@@ -152,38 +151,6 @@ def _run_directly(choice: Choice[Problem], call: Call, mods: Mods) -> tuple[Tens
     if launch is not None and launch():
         return out, lse, lse.new_empty(0)
     return out, lse, _write(choice, call, out, lse)
-
-
-def run_example(problem: Problem, device: torch.device, score: object, mask: Mask | None) -> None:
-    """Run a problem once on zeros, with its backward if it needs gradients, so that its kernels are compiled. score,
-    mask: the functions of a problem that has some.
-    """
-    if problem.mods is None:
-        return attention.run_example(problem, device)
-    score, mask = wanted(problem.mods, score, mask)
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        dropout = Dropout(0.5, 0) if problem.mods.dropout else None
-        example = replace(problem, mods=None).example(device)
-        call = simplified(bind(example, score, mask, dropout, problem.mods.max_scores))
-        check_same(problem.mods, call.mods)
-        attention.differentiate_example(problem, call, run(call)[:2])
-
-
-def wanted(texts: ModTexts, score: object, mask: Mask | None) -> tuple[object, Mask | None]:
-    """The functions that a problem has. A mask that runs as a built-in one is no function of the problem."""
-    missing = [name for name, text, given in (("score_mod", texts.score, score), ("mask", texts.mask, mask))
-               if text and given is None]  # fmt: skip
-    if missing:
-        raise InvalidProblem(missing[0], None, "the function of the problem's call", f"pass {missing[0]}= to warmup")
-    return score if texts.score else None, mask if texts.mask else None
-
-
-def check_same(texts: ModTexts, found: Mods | None) -> None:
-    if found is None or found.texts != texts:
-        got = "none" if found is None else str(found.texts)
-        raise InvalidProblem(
-            "score_mod or mask", got, f"the functions of the problem, {texts}", "pass those that explain was given"
-        )
 
 
 def arguments(call: Call | DecodeCall | PagedCall) -> tuple:
@@ -348,17 +315,6 @@ def attend_decode(
     if written_by_copy(out):
         return copied(out, DECODE(*arguments(call)), call.q)
     return out, DECODE_OUT(out, *arguments(call))
-
-
-def run_decode_example(problem: DecodeProblem, device: torch.device, score: object, mask: Mask | None) -> None:
-    """Run a decode once on zeros. score, mask: as in `run_example`."""
-    if problem.mods is None:
-        decode.run(problem.example(device))
-        return
-    call = replace(problem, mods=None).example(device)
-    call = bind_functions(decode.prepare(call), *wanted(problem.mods, score, mask))
-    check_same(problem.mods, call.mods)
-    DECODE(*arguments(call))
 
 
 def choice_decode(call: DecodeCall, score: object, mask: Mask | None) -> Choice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +11,13 @@ from ..kernels.protocol import Forward
 from ..problem.decode import refuse_gradients
 from ..problem.mask import Mask
 from ..problem.mods import Mods, ModTexts
-from ..problem.paged import PagedCall, PagedProblem
+from ..problem.paged import PagedCall
 from ..problem.torch_state import written_by_copy
 from ..selection.select import Choice
 from . import decode, paged
 from .attention import LIBRARY
 from .fake import check_no_vmap, copied
-from .mods import COUNT, EXTRA_ARGUMENTS, arguments, bind_functions, check_same, mods_of, wanted
+from .mods import COUNT, EXTRA_ARGUMENTS, arguments, bind_functions, mods_of
 
 
 def attend(
@@ -27,7 +26,7 @@ def attend(
     """out and lse of a call with or without a custom score and mask. alone: the caller ignores lse."""
     if score is None and mask is None:
         return paged.run(call, out, alone)
-    call = _bind(call, score, mask)
+    call = bind(call, score, mask)
     read = [*call.tensors, *(call.mods or Mods(ModTexts())).tensors]
     refuse_gradients(read if out is None else [*read, out], "attention_paged")
     if out is None:
@@ -41,20 +40,10 @@ def attend(
 def choice(call: PagedCall, score: object, mask: Mask | None) -> Choice:
     if score is None and mask is None:
         return paged.decide(paged.prepare(call))
-    return paged.decide(_bind(call, score, mask))
+    return paged.decide(bind(call, score, mask))
 
 
-def run_example(problem: PagedProblem, device: torch.device, score: object, mask: Mask | None) -> None:
-    """Run a problem once on zeros. score, mask: the functions of a problem that has some."""
-    if problem.mods is None:
-        paged.run(problem.example(device))
-        return
-    call = _bind(replace(problem, mods=None).example(device), *wanted(problem.mods, score, mask))
-    check_same(problem.mods, call.mods)
-    PAGED(*arguments(call))
-
-
-def _bind(call: PagedCall, score: object, mask: Mask | None) -> PagedCall:
+def bind(call: PagedCall, score: object, mask: Mask | None) -> PagedCall:
     return bind_functions(paged.prepare(call), score, mask)
 
 

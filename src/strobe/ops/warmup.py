@@ -1,0 +1,96 @@
+"""Runs problems once on zeros, so that their kernels are compiled: `strobe.warmup`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidProblem, wrong_type
+from ..mods.mask import checked_mask
+from ..problem.call import Call
+from ..problem.decode import DecodeProblem
+from ..problem.mask import Mask
+from ..problem.mods import Dropout, Mods, ModTexts
+from ..problem.paged import PagedProblem
+from ..problem.problem import Problem
+from . import attention, decode, mods, mods_paged, paged
+
+
+def run_example(problem: Any, device: torch.device, score: object = None, mask: Mask | None = None) -> None:
+    """Run a problem once on zeros. score, mask: the functions of a problem that has some.
+
+    Raises InvalidProblem if they are missing or not the problem's, TypeError for a value that is not a problem.
+    """
+    if isinstance(problem, PagedProblem):
+        _run_paged(problem, device, score, checked_mask(mask))
+    elif isinstance(problem, DecodeProblem):
+        _run_decode(problem, device, score, checked_mask(mask))
+    elif isinstance(problem, Problem):
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            _run_attention(problem, device, score, mask)
+    else:
+        raise wrong_type("problems", problem, "strobe.Problem values", "take them from strobe.explain(...).problem")
+
+
+def _run_attention(problem: Problem, device: torch.device, score: object, mask: Mask | None) -> None:
+    texts = problem.mods
+    if texts is None:
+        call = problem.example(device)
+        _differentiate(problem, call, attention.run(call))
+        return
+    score, mask = _functions(texts, score, mask)
+    example = replace(problem, mods=None).example(device)
+    dropout = Dropout(0.5, 0) if texts.dropout else None
+    call = mods.simplified(mods.bind(example, score, mask, dropout, texts.max_scores))
+    _check_same(texts, call.mods)
+    _differentiate(problem, call, mods.run(call)[:2])
+
+
+def _differentiate(problem: Problem, call: Call, results: Sequence[Tensor]) -> None:
+    """Run the backward: with a gradient of lse if the call is a partial one, else without. A float32 problem does not
+    say which it is.
+    """
+    if not problem.needs_grad:
+        return
+    is_partial = problem.out_dtype != problem.dtype
+    for count in (2,) if is_partial else (1,) if problem.dtype.itemsize == 2 else (1, 2):
+        zeros = [torch.zeros_like(result) for result in results[:count]]
+        torch.autograd.grad(results[:count], call[:3], zeros, retain_graph=True)
+
+
+def _run_decode(problem: DecodeProblem, device: torch.device, score: object, mask: Mask | None) -> None:
+    if problem.mods is None:
+        decode.run(problem.example(device))
+        return
+    call = replace(problem, mods=None).example(device)
+    call = mods.bind_decode(call, *_functions(problem.mods, score, mask))
+    _check_same(problem.mods, call.mods)
+    mods.DECODE(*mods.arguments(call))
+
+
+def _run_paged(problem: PagedProblem, device: torch.device, score: object, mask: Mask | None) -> None:
+    if problem.mods is None:
+        paged.run(problem.example(device))
+        return
+    call = replace(problem, mods=None).example(device)
+    call = mods_paged.bind(call, *_functions(problem.mods, score, mask))
+    _check_same(problem.mods, call.mods)
+    mods_paged.PAGED(*mods.arguments(call))
+
+
+def _functions(texts: ModTexts, score: object, mask: Mask | None) -> tuple[object, Mask | None]:
+    """The functions that a problem has. A mask that runs as a built-in one is no function of the problem."""
+    for name, text, given in (("score_mod", texts.score, score), ("mask", texts.mask, mask)):
+        if text and given is None:
+            raise InvalidProblem(name, None, "the function of the problem's call", f"pass {name}= to warmup")
+    return score if texts.score else None, mask if texts.mask else None
+
+
+def _check_same(texts: ModTexts, found: Mods | None) -> None:
+    if found is None or found.texts != texts:
+        got, wanted = "none" if found is None else str(found.texts), f"the functions of the problem, {texts}"
+        raise InvalidProblem("score_mod or mask", got, wanted, "pass those that explain was given")
