@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import strobe
+from strobe.mods.cache import TRACES
 
 TABLE = torch.randn(2, 33, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
@@ -167,3 +168,19 @@ def test_a_function_over_a_tensor_of_the_graph_is_refused():
 
     with pytest.raises(Exception, match="closure"):
         torch.compile(run, backend="eager", fullgraph=True)(q, k, v, torch.ones(2))
+
+
+@pytest.mark.parametrize("value", (0.5, float("nan"), float("inf"), -float("inf")))
+def test_a_captured_number_beside_functions_of_torch(value):
+    """torch itself, which the function reads, is no captured value. NaN is equal to itself here."""
+    hide = lambda value: lambda s, b, h, q_idx, kv_idx: torch.where(kv_idx > 10 + q_idx, value, torch.tanh(s))
+    function, tensors, backend = hide(value), _tensors(False), Counted()
+    torch.compiler.reset()
+    run = lambda q, k, v: strobe.attention(q, k, v, score_mod=function)
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    exact = run(*tensors)
+    for _ in range(2):
+        assert torch.equal(compiled(*tensors).nan_to_num(7.0), exact.nan_to_num(7.0)) and backend.graphs == 1
+    assert exact.isnan().any() or value == value
+    before = TRACES.traced
+    assert torch.equal(run(*tensors).nan_to_num(7.0), exact.nan_to_num(7.0)) and TRACES.traced == before

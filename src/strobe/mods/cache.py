@@ -71,7 +71,9 @@ class TraceCache:
         changed = [
             path
             for path, value in values.items()
-            if value != known.last.get(path, value) and path not in known.constants and path not in known.arguments
+            if _differs(value, known.last.get(path, value))
+            and path not in known.constants
+            and path not in known.arguments
         ]
         for path in changed:
             arguments = (*known.arguments, path)
@@ -93,6 +95,11 @@ class TraceCache:
         known.traces[source.numbers, constants] = found
         while len(known.traces) > MAX_VALUES:
             known.traces.popitem(last=False)
+
+
+def _differs(one: float, other: float) -> bool:
+    """Whether two numbers differ; NaN is equal to NaN here."""
+    return one != other and (one == one or other == other)
 
 
 TRACES = TraceCache()

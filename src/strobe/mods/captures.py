@@ -53,7 +53,7 @@ class _Walk:
             return type(value)
         if value is None or isinstance(value, (bool, str, bytes, torch.dtype, torch.device, CodeType)):
             return value
-        if isinstance(value, (ModuleType, BuiltinFunctionType, type)) or _is_library(value):
+        if is_opaque(value):
             return _Same(value)
         if id(value) in self._seen:
             return "seen", self._seen[id(value)]
@@ -84,6 +84,11 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and other.value is self.value
+
+
+def is_opaque(value: object) -> bool:
+    """Whether it is known by its identity alone: a module, a class, or a function of a library."""
+    return isinstance(value, (ModuleType, BuiltinFunctionType, type)) or _is_library(value)
 
 
 def _is_library(value: object) -> bool:
@@ -175,7 +180,7 @@ def replaced(value: Any, replacements: Replacements, path: str = "", made: dict[
         return replacements.get(path, value)
     if id(value) in made:
         return made[id(value)]
-    if value is None or isinstance(value, (str, bytes, ModuleType, BuiltinFunctionType, type)) or _is_library(value):
+    if value is None or isinstance(value, (str, bytes)) or is_opaque(value):
         return value
     if isinstance(value, FunctionType):
         return _replaced_function(value, replacements, path, made)

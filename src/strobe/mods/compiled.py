@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import UnsupportedProblem
 from ..problem.torch_private import constant_while_compiling
 from .cache import TRACES
-from .captures import attributes, captured, is_filled, names_in
+from .captures import attributes, captured, is_filled, is_opaque, names_in
 from .trace import MASK_INPUTS, SCORE_INPUTS
 
 _CHANGED = "a value that score_mod or a mask captures has changed while it was compiled"
@@ -40,7 +40,8 @@ def bind_compiled(function: Callable, gradient: bool, is_score: bool = True) -> 
     # the comparisons are guards: the program may hold these values
     for one in known.split(_ITEM) if known else ():
         steps, value = one.split(_VALUE)
-        if _follow(function, steps) != _number(value):
+        now, then = _follow(function, steps), _number(value)
+        if now != then and (now == now or then == then):  # NaN is not equal to itself
             raise UnsupportedProblem(_CHANGED)
     for one in constants.split(_ITEM) if constants else ():
         steps, value = one.split(_VALUE)
@@ -104,6 +105,8 @@ def _captures(value: Any, path: str, steps: Sequence[str], met: set[int]) -> Ite
     """(path, place, value) of a function and of all that it captures. Paths are those of `captured`; a place is the
     text of steps that `_follow` reads.
     """
+    if is_opaque(value):
+        return
     is_leaf = value is None or isinstance(value, (Tensor, int, float, str, torch.dtype))
     if is_leaf or id(value) not in met:
         yield path, _STEP.join(steps), value

@@ -51,13 +51,10 @@ def _run_attention(problem: Problem, device: torch.device, score: object, mask: 
 
 
 def _differentiate(problem: Problem, call: Call, results: Sequence[Tensor]) -> None:
-    """Run the backward: with a gradient of lse if the call is a partial one, else without. A float32 problem does not
-    say which it is.
-    """
+    """Run the backward without a gradient of lse and, if the call may be a partial one, with it."""
     if not problem.needs_grad:
         return
-    is_partial = problem.out_dtype != problem.dtype
-    for count in (2,) if is_partial else (1,) if problem.dtype.itemsize == 2 else (1, 2):
+    for count in (1, 2) if problem.out_dtype.itemsize > 2 else (1,):
         zeros = [torch.zeros_like(result) for result in results[:count]]
         torch.autograd.grad(results[:count], call[:3], zeros, retain_graph=True)
 
