@@ -27,7 +27,7 @@ def verdict(request) -> Callable[..., None]:
     there, in all modes and seeds. `sometimes` is for what does depend on the schedule: such a test says why. Without
     `expected`, one of `sometimes` must be there.
     """
-    lines = _marked(request.path)
+    lines = marked(request.path)
 
     def judge(
         start: Callable[[], None],
@@ -49,7 +49,7 @@ def verdict(request) -> Callable[..., None]:
     return judge
 
 
-def _marked(path: Path) -> dict[str, str]:
+def marked(path: Path) -> dict[str, str]:
     """`# @name` at the end of a line -> "file.py:line ", as reports write it."""
     found: dict[str, str] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):

@@ -239,6 +239,8 @@ class Cluster:
     gathering: Clock = field(default_factory=dict)
     released: Clock = field(default_factory=dict)
     latest: float = 0.0
+    # tensors whose parts change their CTA, by the number of the exchange and by rank
+    exchanged: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
 
 
 class Cta:
@@ -255,17 +257,28 @@ class Cta:
         self.most_shared = 0  # bytes in use at once
         self.busy_ns: dict[str, float] = {}  # modelled time until which a unit is busy: tensor core, TMA, cores
         self.cluster: Cluster = Cluster([self])
+        self.rank = 0  # in its cluster
+        self.by_key: dict[tuple[str, int], Memory] = {}  # memories by who allocates them, and its how many-th they are
+        self.allocated: dict[str, int] = {}  # by each partition's name
+        self.exchanges = 0  # tensors whose parts have changed their CTA
+        self.has_new_barriers = False  # whether mbarriers have been initialised since the cluster's last barrier
+        self.initialised: Clock = {}  # clock of the last fence.mbarrier_init
         # barrier generation at which this CTA arrived and has not waited yet
         self.arrived_generation: int | None = None
         self.cluster_started = self.ended = False  # whether it knows that its cluster has started; whether it is over
         # variables of inline PTX in shared memory: (address, memory)
         self.symbols: dict[tuple, tuple[int, Memory]] = {}
 
-    def allocate(self, space: str, size: int) -> Memory:
+    def allocate(self, space: str, size: int, owner: str) -> Memory:
         raw = np.full(size, 0xFF, np.uint8)  # bytes 0xFF are NaN in float32, float16, bfloat16, e4m3 and e5m2
         granule = 4 if space == "tensor" or size <= 4096 else 16
         memory = Memory(f"{space}#{len(self.memories)}", space, raw, granule, initialised=False)
         self.memories.append(memory)
+        if len(self.cluster.ctas) > 1:
+            memory.home = f" of CTA {self.index}"
+        self.allocated[owner] = self.allocated.get(owner, 0) + 1
+        memory.key = owner, self.allocated[owner]
+        self.by_key[memory.key] = memory
         return memory
 
     def in_flight(self) -> list[tuple[Stream | None, Operation]]:

@@ -47,6 +47,9 @@ def _scalar(array: Any) -> Any:
 class Arithmetic(Contraction):
     machine: Machine
     layouts: Layouts
+    ctas: int
+    converted: Callable[[Value, object], Any]
+    held: Callable[..., np.ndarray | None]
 
     def spend_math(self, like: Value, lanes: int = _LANES) -> None:
         """Add the modelled time of one instruction on every element."""
@@ -175,7 +178,7 @@ class Arithmetic(Contraction):
 
     def create_convert_layout(self, ty: Type, a: Value) -> Value:
         self.machine.threads_meet()
-        return Value(a.data, a.elem, ty.layout)
+        return Value(a.data if self.ctas == 1 else self.converted(a, ty.layout), a.elem, ty.layout)
 
     def create_set_auto_layout(self, layout: object, a: Value) -> Value:
         return Value(a.data, a.elem, layout)
@@ -233,6 +236,11 @@ class Arithmetic(Contraction):
         bits = [np.asarray(a.data) if is_pointer(a.elem) else to_bits(a.data, a.elem) for a in arguments]
         layout, shape = (arguments[0].layout, np.shape(bits[0])) if arguments else (None, ())
         order = self.layouts.registers(shape, layout, pack) if pack > 1 else None
+        held = None if pure or not shape else self.held(shape, layout)  # what the running CTA's threads execute
+        if held is not None:
+            order = np.arange(held.size)[:, None] if order is None else order
+            order = order[held.reshape(-1)[order].all(axis=-1)]
+            order = order.reshape(-1) if pack == 1 else order
         if order is not None:
             bits = [np.broadcast_to(a, shape).reshape(-1)[order] for a in bits]
         outputs = [

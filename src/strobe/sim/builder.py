@@ -37,6 +37,7 @@ class Builder(Arithmetic, Pointers, BlockPointers, SharedMemory, Clusters, Tenso
         self.codegen_fns = {"min_dot_size": lambda a, b: (1, 1, 1)}
         self.module_map: dict[str, object] = {}
         self.grid: tuple[int, int, int] = (1, 1, 1)
+        self.ctas, self.two_ctas, self.inits_by_hand = 1, False, False  # the launch of a Gluon kernel sets them
         self.region_arguments: list[Value] = []
         self.region_result: list[Value] = []
         self._python_layouts = {}
@@ -145,17 +146,19 @@ class Builder(Arithmetic, Pointers, BlockPointers, SharedMemory, Clusters, Tenso
     # ---- program
 
     def create_get_program_id(self, axis: int) -> Value:
-        return Value(np.int32(self.machine.current.cta.position[axis]), "i32")
+        position = self.machine.current.cta.position[axis]
+        return Value(np.int32(position if axis else position // self.ctas), "i32")
 
     def create_get_num_programs(self, axis: int) -> Value:
-        return Value(np.int32(self.grid[axis]), "i32")
+        return Value(np.int32(self.grid[axis] if axis else self.grid[axis] // self.ctas), "i32")
 
     def create_assume(self, condition: Value) -> None:
         if not np.all(condition.data):
             self.report("assert", "an assumption is false")
 
     def create_assert(self, condition: Value, message: object) -> None:
-        if not np.all(condition.data):
+        held = self.held(np.shape(condition.data), condition.layout)
+        if not np.all(condition.data if held is None else condition.data[held]):
             self.report("assert", f"device_assert failed: {message}")
 
     def create_print(self, prefix: str, hexadecimal: bool, values: list[Value], signed: Iterable[bool]) -> None:

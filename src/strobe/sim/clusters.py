@@ -36,7 +36,7 @@ class Clusters:
     def cluster_arrive(self, release: bool) -> None:
         machine, p = self.machine, self.machine.current
         cta, cluster = p.cta, p.cta.cluster
-        if len(cta.partitions) > 1:
+        if p is not cta.partitions[0]:
             raise NotImplementedError(
                 "barrier.cluster with warp_specialize: all threads must arrive, and the simulator models only one "
                 "partition"
@@ -45,8 +45,7 @@ class Clusters:
         if cta.arrived_generation is not None:
             self._report("barrier", f"CTA {cta.index} arrives at its cluster's barrier twice without a wait in between")
         cta.arrived_generation = cluster.generation
-        if release:
-            merge(cluster.gathering, p.vector_clock)
+        merge(cluster.gathering, p.vector_clock if release else cta.initialised)
         p.tick()
         machine.progress += 1
         cluster.arrived, cluster.latest = cluster.arrived + 1, max(cluster.latest, p.time_ns)

@@ -15,7 +15,7 @@ from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler.code_generator import str_to_ty
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.language.core import base_value, constexpr
 from triton.runtime.jit import JITFunction, KernelParam
@@ -211,18 +211,15 @@ class _Launch:
         parsed: Any = CUDABackend(GPUTarget("cuda", self.capability, 32)).parse_options(
             options | _CHECKED | {"sanitize_overflow": self.machine.checks.overflow}
         )
-        if parsed.num_ctas != 1 and self.fn.is_gluon():
-            file, line = file_line(self.fn)
-            raise NotImplementedError(
-                f"num_ctas={parsed.num_ctas}: the simulator does not share out the layouts of a Gluon kernel among the "
-                f"CTAs of a cluster, at {os.path.basename(file)}:{line} {self.fn.__name__}"
-            )
         named = {name: value for name, value in keywords.items() if name in self.fn.arg_names}
         bound = self.fn.signature.bind(*arguments, **named)
         bound.apply_defaults()
         key = (self.capability, parsed.num_warps, parsed.num_ctas)
         layouts = _LAYOUTS.get(key) or _LAYOUTS.setdefault(key, Layouts(*key))
         self.builder = Builder(self.machine, parsed, layouts, self.capability)
+        if self.fn.is_gluon() and parsed.num_ctas > 1:
+            self.builder.ctas = cluster_size = parsed.num_ctas
+            self.builder.inits_by_hand = hasattr(mbarrier, "fence_init_release_cluster")
         self.semantic: Any = (Gluon if self.fn.is_gluon() else Triton)(self.builder)
         self.machine.warps = parsed.num_warps
         self.machine.begin_launch()
@@ -234,7 +231,13 @@ class _Launch:
         self.builder.grid = grid
         function, interpreter = translated(self.fn), Interpreter(self.semantic)
         values = [interpreter.static(value) if not isinstance(value, base_value) else value for value in values]
-        self.machine.run_grid(grid, quiet(lambda: function(interpreter, *values)), cluster_size)
+
+        def body() -> None:
+            function(interpreter, *values)
+            if self.builder.ctas > 1:  # the compiler ends such a kernel with a barrier of the cluster
+                self.builder.meet()
+
+        self.machine.run_grid(grid, quiet(body), cluster_size)
         if self.machine.checks.costs:
             taken = self.machine.most_shared, self.machine.most_warps, parsed.maxnreg or 0
             self.machine.costs.launched(Occupancy.of(self.fn.__name__, self.capability, *taken))

@@ -29,7 +29,11 @@ class Interned:
     """The real builder's `get_*_layout`, with one live attribute per distinct layout, whose `id` can be a key."""
 
     def __init__(self, builder: Any):
-        self._builder, self._kept = builder, {}
+        self._builder, self._kept, self._made_by = builder, {}, {}
+
+    def arguments_of(self, attribute: object) -> tuple[str, tuple]:
+        """The function that made a layout attribute, and its arguments."""
+        return self._made_by[id(attribute)]
 
     def __getattr__(self, name: str) -> Any:
         make = getattr(self._builder, name)
@@ -38,7 +42,8 @@ class Interned:
             key = (name, _key(arguments))
             if key not in self._kept:
                 # keeps the arguments alive, so that their ids stay unique
-                self._kept[key] = make(*arguments), arguments
+                self._kept[key] = made, _ = make(*arguments), arguments
+                self._made_by[id(made)] = name, arguments
             return self._kept[key][0]
 
         setattr(self, name, get)
@@ -49,6 +54,7 @@ class Layouts:
     """The compiler's layout inference for one (capability, warps, CTAs), with a cache of its answers."""
 
     def __init__(self, capability: int, num_warps: int, num_ctas: int):
+        self.num_ctas = num_ctas
         self._context = ir.context()
         ir.load_dialects(self._context)
         CUDABackend(GPUTarget("cuda", capability, 32)).load_dialects(self._context)

@@ -122,7 +122,8 @@ class Machine:
         for access, shared in earlier.items():
             if kind := self._fault(access, actor):
                 here, there = (f"{who.what} by {_who(who)} at {place_text(who.where)}" for who in (actor, access.actor))
-                text = f"on {memory.name}: {here} {_RELATION[kind, write, access.write]} {there}{_REASON[kind]}"
+                text = f"on {memory.name}{memory.home}: {here} {_RELATION[kind, write, access.write]} {there}"
+                text += _REASON[kind]
                 key = (memory.name, actor.where, access.actor.where, write, access.write)
                 if kind == "race" and write and access.write and actor.repeats and not self.reports.knows(kind, key):
                     text += "; both write the same values" * actor.repeats(shared)
@@ -169,9 +170,11 @@ class Machine:
             self.report("deadlock", text, actor.where, (memory.name, actor.where))
             self.poll(seen)
 
-    def fence(self, spaces: tuple[str, ...]) -> None:
+    def fence(self, spaces: tuple[str, ...], cluster: bool = False) -> None:
+        """A proxy fence. With `cluster` it covers shared memory of all CTAs of the cluster."""
         p = self.current
-        for memory in [*p.cta.memories, *self.storages]:
+        ctas = p.cta.cluster.ctas if cluster else [p.cta]
+        for memory in [*(memory for cta in ctas for memory in cta.memories), *self.storages]:
             if memory.space in spaces:
                 memory.fence(p.agent, p.clock, p.vector_clock)
         p.tick()
@@ -191,7 +194,7 @@ class Machine:
                 f"the target has {self.limits[space]}; at {place_text(place)}",
                 key=(space,),
             )
-        memory = cta.allocate(space, size)
+        memory = cta.allocate(space, size, self.current.name)
         allocations.add(place, memory, charge)
         return memory
 
@@ -508,8 +511,8 @@ class Machine:
                 ):
                     cluster = Cluster([self._start(*program, body) for program in members])
                     self.ctas += cluster.ctas
-                    for cta in cluster.ctas:
-                        cta.cluster = cluster
+                    for rank, cta in enumerate(cluster.ctas):
+                        cta.cluster, cta.rank = cluster, rank
                 if not self.ctas:
                     break
                 self._step()
@@ -520,10 +523,10 @@ class Machine:
             for storage in self.storages:
                 storage.forget()
 
-    def take_program(self) -> tuple[int, int, int] | None:
-        """The position of the next program, which then does not start; None if all have started."""
-        taken = next(self._waiting, None)
-        return None if taken is None else taken[1]
+    def take_program(self, ctas: int = 1) -> tuple[int, int, int] | None:
+        """The position of the next program's first CTA, which then does not start; None if all have started."""
+        taken = list(islice(self._waiting, ctas))
+        return taken[0][1] if taken else None
 
     def _programs(self, grid: tuple[int, int, int]) -> Iterator[tuple[int, tuple[int, int, int]]]:
         for index in range(grid[0] * grid[1] * grid[2]):

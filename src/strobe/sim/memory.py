@@ -79,6 +79,8 @@ class Memory:
         self.written: int | None = None if initialised else 0  # granules of page 0 that were written; None: all
         self.pages: dict[int, _Page] = {}
         self.named = False
+        self.home = ""  # " of CTA 1" in a cluster
+        self.key: tuple[str, int] = "", 0  # equal in all CTAs of a cluster for the same buffer of the kernel
         self._masks: dict[tuple, Granules] = {}
 
     def mask_of(self, view: np.ndarray) -> Granules:

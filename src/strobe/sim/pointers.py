@@ -69,6 +69,10 @@ class Found:
 class Pointers:
     machine: Machine
     layouts: Layouts
+    ctas: int
+    held: Callable[..., np.ndarray | None]
+    foreign: Callable[[str], Any]
+    from_first: Callable[[Value], Value]
 
     def create_addptr(self, p: Value, offset: Value) -> Value:
         step = BYTES.get(p.elem[1:], 8)
@@ -214,7 +218,7 @@ class Pointers:
         elem = p.elem[1:]
         stored = np.int64 if is_pointer(elem) else STORED[elem]
         addresses = np.asarray(p.data, np.int64)
-        found = self._find(addresses, None if mask is None else mask.data, np.dtype(stored).itemsize, "load")
+        found = self._find(addresses, self._held(p, mask), np.dtype(stored).itemsize, "load")
         self._record(found, False, "volatile load" if volatile else "load", "atomic" if volatile else "generic")
         if self.machine.checks.costs:
             self._count("global load", found, addresses, p.layout)
@@ -223,6 +227,8 @@ class Pointers:
                 threads = threads_of(self.layouts, addresses.shape, p.layout) if addresses.ndim else np.array([-1])
                 check_read_back(self.machine, part.memory, part.active, threads[part.live.reshape(-1)], "load")
         fill = to_bits(other.data, elem) if isinstance(other, Value) else 0
+        if (held := self.held(addresses.shape, p.layout)) is not None:  # NaN where another CTA has the element
+            fill = np.where(held, fill, to_bits(self.foreign(elem), elem) if not is_pointer(elem) else 0)
         bits = self._fetch(found, addresses.shape, stored, fill)
         if volatile:
             self.machine.poll(("load", int(addresses.reshape(-1)[0]), bits.tobytes()))
@@ -238,7 +244,7 @@ class Pointers:
 
     def create_masked_store(self, p: Value, value: Value, mask: Value | None, *_: object) -> None:
         elem = p.elem[1:]
-        found = self._find(np.asarray(p.data, np.int64), None if mask is None else mask.data, BYTES[elem], "store")
+        found = self._find(np.asarray(p.data, np.int64), self._held(p, mask, leads=True), BYTES[elem], "store")
         bits = np.broadcast_to(to_bits(value.data, elem), np.shape(p.data))
         self._record(found, True, "store", bits=bits)
         if self.machine.checks.costs:
@@ -270,15 +276,25 @@ class Pointers:
         self, op: Operator, p: Value, value: Value, mask: Value | None, sem: Operator, scope: object
     ) -> Value:
         elem, addresses = p.elem[1:], np.asarray(p.data, np.int64)
-        found = self._find(addresses, None if mask is None else mask.data, BYTES[elem], "atomic")
+        found = self._find(addresses, self._held(p, mask, leads=True), BYTES[elem], "atomic")
         old = self._atomic(found, addresses, elem, op.name, value.data, _ORDERS[sem.name])
-        return Value(old if old.ndim else old[()], elem, p.layout)
+        return self._told(Value(old if old.ndim else old[()], elem, p.layout))
 
     def create_atomic_cas(self, p: Value, expected: Value, value: Value, sem: Operator, scope: object) -> Value:
         elem, addresses = p.elem[1:], np.asarray(p.data, np.int64)
-        found = self._find(addresses, None, BYTES[elem], "atomic")
+        found = self._find(addresses, self._held(p, None, leads=True), BYTES[elem], "atomic")
         old = self._atomic(found, addresses, elem, "CAS", value.data, _ORDERS[sem.name], expected.data)
-        return Value(old if old.ndim else old[()], elem, p.layout)
+        return self._told(Value(old if old.ndim else old[()], elem, p.layout))
+
+    def _held(self, p: Value, mask: Value | None, leads: bool = False) -> np.ndarray | None:
+        """The mask of an access, without the elements that other CTAs of the program access."""
+        given = None if mask is None else np.asarray(mask.data, bool)
+        held = self.held(np.shape(p.data), p.layout, leads)
+        return given if held is None else held if given is None else held & given
+
+    def _told(self, old: Value) -> Value:
+        """The result of an atomic: CTAs with the same elements get it from the first, which alone executes it."""
+        return old if self.ctas == 1 else self.from_first(old)
 
     def _atomic(
         self,
@@ -315,7 +331,7 @@ class Pointers:
                 changed = True
                 self._put(only, after, stored)
         self._synchronise(parts, order, reads=True, writes=True)
-        if not changed:
+        if not changed and everywhere:
             self.machine.poll(("atomic", int(addresses.reshape(-1)[0]), old.tobytes()))
         return from_bits(old, elem)
 

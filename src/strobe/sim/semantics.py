@@ -144,6 +144,8 @@ class _Evaluated(TritonSemantic):
         values = [t.handle for t in inputs]
         self.builder.spend_math(values[0])
         self.builder.machine.threads_meet()
+        if not all(self.builder.whole_along(value, axis) for value in values):
+            values = [Value(self.builder.gathered(v, tuple(shape)), v.elem, v.layout) for v in values]
         known = _STANDARD.get(_combining_name(region_builder_fn)) if _wide(inputs) else None
         if known:
             data = [np.asarray(known(values[0].data, axis=axis)).astype(values[0].data.dtype, copy=False)]
@@ -418,6 +420,7 @@ class Gluon(_Evaluated, GluonSemantic):
         self, functions_and_args: Any, worker_num_warps: Sequence[int], worker_num_regs: Sequence[int], generator: Any
     ) -> Any:
         machine = self.builder.machine
+        self.builder.after_inits()
         if not len(functions_and_args) - 1 == len(worker_num_warps) == len(worker_num_regs):
             raise ValueError(
                 f"warp_specialize: {len(functions_and_args) - 1} workers, {len(worker_num_warps)} warp counts, "

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .agents import Barrier, Operation, Partition, Stream
 from .arithmetic import SM_GHZ
+from .layouts import Layouts
 from .machine import Machine
 from .memory import Actor, merge
 from .report import Place, place_text
 from .scaled import in_format
 from .scaled import operand as scaled_operand
 from .shared import Where
+from .shares import Part, Share, of_memory, peers
 from .values import COMPUTED, Pending, Type, Value, Window, from_bits, matrix, rounded, to_bits
 
 FLOP_PER_CYCLE = 4096.0  # dense 16-bit FLOP of one Hopper SM; Blackwell and 8-bit types each double it
@@ -49,6 +51,16 @@ class TensorCores:
     _barrier: Callable[[Where], Barrier]
     _read: Callable[..., Value]
     _write: Callable[..., None]
+    ctas: int
+    two_ctas: bool
+    rank: int
+    own: Callable[[Window], Window]
+    own_of_cta: Callable[[Window, int, str], Window | None]
+    barrier_of: Callable[[Window, int, str], Barrier | None]
+    share: Callable[[Window], Share]
+    foreign: Callable[[str], Any]
+    part_of_tensor: Callable[[Value], Part]
+    layouts: Layouts
 
     def _product_ns(self, shape: tuple[int, int, int], elem: str) -> float:
         """Modelled nanoseconds of an m x n x k product."""
@@ -62,7 +74,11 @@ class TensorCores:
         if isinstance(operand, Value):
             data = operand.data
             return lambda: data
-        window = self.window(operand)
+        return self._read_operand(self.own(self.window(operand)), agent, number, vector_clock, what, place)
+
+    def _read_operand(
+        self, window: Window, agent: str, number: int, vector_clock: dict[str, int], what: str, place: Place
+    ) -> Callable[[], Any]:
         proxy = "async" if window.memory.space == "shared" else "tensor"
         actor = Actor(agent, number, vector_clock, proxy, f"{what} of {window.label}", place)
         self.machine.access(window.memory, window.memory.mask_of(window.view), False, actor)
@@ -88,11 +104,17 @@ class TensorCores:
             np.full(shape[:2], np.nan, np.float32), acc.elem, acc.layout, Pending(machine, agent, number, place)
         )
         accumulate, elem = bool(use_acc.data), a.elem
+        part = self.part_of_tensor(acc) if self.ctas > 1 else None
+        rows = part[0] if part is not None and isinstance(a, Value) else slice(None)
 
         def land() -> None:
-            result = product(left(), right(), elem)
-            result = result + acc.raw() if accumulate else result
+            result = product(left()[rows], right(), elem)
+            result = result + (acc.raw() if part is None else acc.raw()[part]) if accumulate else result
             self._check_wrap(result, acc.elem, place)
+            if part is not None:
+                whole = np.full(shape[:2], self.foreign(acc.elem))
+                whole[part] = result
+                result = whole
             out.set_data(result.astype(COMPUTED[acc.elem], copy=False))
 
         self._issue(stream, "wgmma", shape, elem, land, place)
@@ -143,13 +165,12 @@ class TensorCores:
     # ---- tensor memory and tcgen05 (Blackwell)
 
     def create_tmem_alloc(self, ty: Type, value: Value | None = None) -> Window:
-        size = (
-            int(np.prod(ty.shape[:-2], initial=1))
-            * -(-ty.shape[-2] // 128)
-            * ty.shape[-1]
-            * _column_bits(ty.elem)
-            // 32
-        )
+        shape = list(ty.shape)
+        if self.ctas > 1:
+            shape = [one.stop - one.start for one in of_memory(self.layouts, shape, ty.layout[0]).part(0)]
+            name, arguments = self.layouts.attributes.arguments_of(ty.layout[0])
+            self.two_ctas = self.two_ctas or (name == "get_tensor_memory_layout" and bool(arguments[3]))
+        size = int(np.prod(shape[:-2], initial=1)) * -(-shape[-2] // 128) * shape[-1] * _column_bits(ty.elem) // 32
         return self._allocate("tensor", ty, value, max(32, 1 << (size - 1).bit_length()))
 
     def create_tmem_store(self, window: Where, value: Value, pred: Value) -> None:
@@ -161,22 +182,35 @@ class TensorCores:
             raise NotImplementedError(self._unknown("tmem_load with a reduction"))
         return self._read(ty, window)
 
-    def create_tmem_subslice(self, ty: Type, window: Window, start: int) -> Window:
-        return Window(window.memory, window.view[..., start : start + ty.shape[-1]], window.elem, ty)
+    def create_tmem_subslice(self, ty: Type, window: Window, start: int, dim: int = -1) -> Window:
+        part = [slice(None)] * window.view.ndim
+        part[dim] = slice(start, start + ty.shape[dim])
+        return Window(window.memory, window.view[tuple(part)], window.elem, ty)
 
-    def create_tcgen05_mma(self, a: Any, b: Where, d: Where, use_acc: Value, pred: Value, bars: list[Where],
-                           bar_preds: list[Value], two_ctas: bool = False, *_: object) -> None:  # fmt: skip
-        if two_ctas:
-            raise NotImplementedError(self._unknown("tcgen05_mma over two CTAs"))
+    def create_tcgen05_mma(
+        self,
+        a: Any,
+        b: Where,
+        d: Where,
+        use_acc: Value,
+        pred: Value,
+        bars: list[Where],
+        bar_preds: list[Value],
+        two_ctas: bool = False,
+        *multicast: bool,
+    ) -> None:
+        if self.two_ctas and self.rank & 1:
+            return  # the first CTA of a pair issues
         if bool(pred.data):
             self._tcgen05(a, b, self.window(d), bool(use_acc.data))
+        descs = [one for one in (a, b) if True in multicast and self.window(one).memory.space == "shared"]
         for bar, wanted in zip(bars, bar_preds, strict=True):
             if bool(wanted.data):
-                self.create_tcgen05_commit(bar)
+                self.create_tcgen05_commit(bar, None, descs)
 
     def create_tcgen05_mma_scaled(self, a: Any, b: Where, d: Where, a_scale: Where, b_scale: Where, *rest: Any) -> None:
         a_form, b_form, use_acc, pred, bars, bar_preds, *later = rest
-        if later[:1] == [True]:
+        if later[:1] == [True] or self.ctas > 1:
             raise NotImplementedError(self._unknown("tcgen05_mma_scaled over two CTAs"))
         if bool(pred.data):
             self._tcgen05(a, b, self.window(d), bool(use_acc.data), Scales(a_scale, b_scale, a_form, b_form))
@@ -208,31 +242,54 @@ class TensorCores:
         place = machine.place()
         reader = agent, number, vector_clock, "tcgen05 read", place
         if scales is None:
-            left, right = (self._operand(x, *reader) for x in (a, b))
+            left, right = self._of_members(a, reader), self._of_members(b, reader)
         else:
-            left = self._scaled(a, scales.a, scales.a_form, False, *reader)
-            right = self._scaled(b, scales.b, scales.b_form, True, *reader)
-        what = f"tcgen05.mma into {d.label}"
-        mask = d.memory.mask_of(d.view)
+            left = [self._scaled(a, scales.a, scales.a_form, False, *reader)]
+            right = [self._scaled(b, scales.b, scales.b_form, True, *reader)]
+        into = self._members(d, "tcgen05.mma")
         vector_clock = {**vector_clock, agent: number}
-        if accumulate:
-            machine.access(d.memory, mask, False, Actor(agent, number, vector_clock, "tensor", what, place))
-        machine.access(d.memory, mask, True, Actor(agent, number, vector_clock, "tensor", what, place))
+        for one in into:
+            what, mask = f"tcgen05.mma into {one.label}", one.memory.mask_of(one.view)
+            if accumulate:
+                machine.access(one.memory, mask, False, Actor(agent, number, vector_clock, "tensor", what, place))
+            machine.access(one.memory, mask, True, Actor(agent, number, vector_clock, "tensor", what, place))
         p.tick()
         elem = a.elem if scales is None else "fp32"
 
         def land() -> None:
-            result = product(left(), right(), elem, precise=scales is not None)
-            d.view[...] = to_bits(result + from_bits(d.view, d.elem) if accumulate else result, d.elem)
+            # in a pair each CTA has rows of A and of the result, and half of B's columns
+            columns = np.concatenate([fetch() for fetch in right], axis=-1)
+            for fetch, one in zip(left, into, strict=True):
+                result = product(fetch(), columns, elem, precise=scales is not None)
+                one.view[...] = to_bits(result + from_bits(one.view, one.elem) if accumulate else result, one.elem)
             merge(stream.vector_clock, vector_clock)
 
-        self._issue(stream, "tcgen05", (*d.view.shape[-2:], self.window(a).view.shape[-1]), elem, land, place)
+        self._issue(stream, "tcgen05", (*into[0].view.shape[-2:], self.window(a).view.shape[-1]), elem, land, place)
 
-    def create_tcgen05_commit(self, bar: Where, pred: object = None, *_: object) -> None:
-        """tcgen05.commit: arrives on the barrier once all earlier tcgen05 work of this partition is complete."""
-        if isinstance(pred, Value) and not bool(pred.data):
+    def _members(self, window: Window, what: str) -> list[Window]:
+        """A buffer's parts in the CTAs that a tcgen05 instruction works for: the running one, or its pair."""
+        ranks = peers(self.rank, int(self.two_ctas), self.ctas) if self.ctas > 1 else []
+        found = [self.own_of_cta(window, rank, what) for rank in ranks] if ranks else [window]
+        return [part for part in found if part is not None]
+
+    def _of_members(self, operand: Any, reader: tuple[Any, ...]) -> list[Callable[[], Any]]:
+        agent, number, vector_clock, what, place = reader
+        return [
+            self._read_operand(part, agent, number, vector_clock, what, place)
+            for part in self._members(self.window(operand), what)
+        ]
+
+    def create_tcgen05_commit(self, bar: Where, pred: object = None, descs: Sequence[Where] = ()) -> None:
+        """tcgen05.commit: arrives on the barrier once all earlier tcgen05 work of this partition is complete.
+
+        In a pair the first CTA commits, and the barriers of both get the arrival. `descs` name operands that several
+        CTAs hold: all of these get it.
+        """
+        if (isinstance(pred, Value) and not bool(pred.data)) or (self.two_ctas and self.rank & 1):
             return
-        machine, p, barrier = self.machine, self.machine.current, self._barrier(bar)
+        machine, p, bar = self.machine, self.machine.current, self.window(bar)
+        ranks = self._commit_ranks([self.window(desc) for desc in descs])
+        barriers = [found for rank in ranks if (found := self.barrier_of(bar, rank, "tcgen05.commit"))]
         stream, place = p.tcgen05, machine.place()
         ready = max([p.time_ns, *(operation.ready_ns for operation in stream.queue)])
         stream.issued += 1
@@ -241,24 +298,36 @@ class TensorCores:
 
         def land() -> None:
             merge(stream.vector_clock, {**vector_clock, agent: number})
-            machine.arrive(barrier, 1, stream.vector_clock, f"tcgen05.commit of {p.name}", place, time_ns=ready)
+            for barrier in barriers:
+                machine.arrive(barrier, 1, stream.vector_clock, f"tcgen05.commit of {p.name}", place, time_ns=ready)
 
-        machine.launch(stream, Operation(agent, f"tcgen05.commit to {barrier.name}", place, land, ready))
+        machine.launch(stream, Operation(agent, f"tcgen05.commit to {bar.label}", place, land, ready))
+
+    def _commit_ranks(self, descs: list[Window]) -> list[int]:
+        pair = int(self.two_ctas)
+        bits = [self.share(desc).free | pair for desc in descs] if descs and self.ctas > 1 else [pair]
+        return sorted({rank for some in bits for rank in peers(self.rank, some, self.ctas)}) or [self.rank]
 
     def create_tmem_copy(self, source: Where, target: Where) -> None:
         """tcgen05.cp: shared memory to tensor memory, in order with this partition's products."""
+        if self.two_ctas and self.rank & 1:
+            return
         machine, p = self.machine, self.machine.current
-        source, target, stream = self.window(source), self.window(target), p.tcgen05
+        stream, source, target = p.tcgen05, self.window(source), self.window(target)
         stream.issued += 1
         agent, number = stream.agent, stream.issued
         vector_clock = {**p.vector_clock, agent: number - 1}
-        fetch = self._operand(source, agent, number, vector_clock, "tcgen05.cp read", machine.place())
-        actor = Actor(agent, number, vector_clock, "tensor", f"tcgen05.cp into {target.label}", machine.place())
-        machine.access(target.memory, target.memory.mask_of(target.view), True, actor)
+        place = machine.place()
+        fetches = self._of_members(source, (agent, number, vector_clock, "tcgen05.cp read", place))
+        into = self._members(target, "tcgen05.cp")
+        for one in into:
+            actor = Actor(agent, number, vector_clock, "tensor", f"tcgen05.cp into {one.label}", place)
+            machine.access(one.memory, one.memory.mask_of(one.view), True, actor)
         p.tick()
 
         def land() -> None:
-            target.view[...] = to_bits(fetch(), target.elem).reshape(target.view.shape)
+            for fetch, one in zip(fetches, into, strict=True):
+                one.view[...] = to_bits(fetch(), one.elem).reshape(one.view.shape)
             merge(stream.vector_clock, {**vector_clock, agent: number})
 
         machine.launch(stream, Operation(agent, "tcgen05.cp", machine.place(), land, p.time_ns))

@@ -192,10 +192,11 @@ class Pending:
 class Window:
     """A memory descriptor: a view of shared or tensor memory."""
 
-    __slots__ = ("elem", "memory", "type", "view")
+    __slots__ = ("elem", "memory", "named", "type", "view")
 
     def __init__(self, memory: Memory, view: Any, elem: str, type: Type):  # view: an array or Pieces
         self.memory, self.view, self.elem, self.type = memory, view, elem, type
+        self.named = ""  # of a CTA's part: the whole buffer's label
 
     @property
     def address(self) -> int:
@@ -204,6 +205,8 @@ class Window:
     @property
     def label(self) -> str:
         """The variable that holds it, with the slot of a buffer array: `k_smem[1]`."""
+        if self.named:
+            return self.named
         size = max(self.view.nbytes, 1)
         slot = (self.address - self.memory.base) // size
         return self.memory.name + (f"[{slot}]" if len(self.memory.raw) > size else "")
