@@ -20,7 +20,7 @@ from tools.proof.pages import fill
 BEGIN, END = "<!-- mutation: begin -->", "<!-- mutation: end -->"
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("ampere_matmul", "hopper_matmul", "hopper_forward", "decode_pages")
+QUICK = ("ampere_matmul", "hopper_matmul", "decode_pages")
 SUITES_HERE = [Suite(ROOT / scenes, ROOT / ledger) for scenes, ledger in SUITES]
 CASES = [
     pytest.param(suite, scene, id=scene.name, marks=() if scene.name in QUICK else pytest.mark.nightly)
@@ -66,7 +66,7 @@ def test_the_results_are_of_all_scenes_and_add_up():
         assert row["plain run"] <= row["happens-before"] <= row["noticed"], row["scene"]
 
 
-@pytest.mark.parts(2, seed=3057126798)
+@pytest.mark.parts(6, seed=3057126798)
 @pytest.mark.parametrize(
     "scene", [pytest.param(scene, id=scene.name) for suite in SUITES_HERE for scene in suite.all()]
 )

@@ -302,6 +302,7 @@ def drawn(call: Call) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(call.q)
 
 
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_functions(name):
     case, functions = CASES[name]
@@ -348,6 +349,7 @@ def blocks_for(call: Call, size: tuple[int, int], kinds: str, shared: bool) -> B
     return replace(shown, lists=QueryBlockLists(*by_keys.lists))
 
 
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("name", LISTS)
 def test_lists_of_query_blocks(name):
     case, functions, shared, kinds = LISTS[name]

@@ -81,7 +81,7 @@ def proven(case: Case, n: int, family: str, schedules) -> None:
 CALLS = list(enumerate({**SEVERAL, **{name: CASES[name] for name in OF_THE_TABLE}}.values()))
 
 
-@pytest.mark.parts(2, seed=3712493495)
+@pytest.mark.parts(4, seed=3712493495)
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize("n, case", CALLS, ids=[case.name for _, case in CALLS])
 def test_a_forward_in_splits(n, case, family):
@@ -111,7 +111,7 @@ def same_bits(call: Call, decoded: dict[str, torch.Tensor], rows: tuple[slice, i
     assert torch.equal(out[batch, place], others[0][0]) and torch.equal(lse[batch, :, place], others[1][0])
 
 
-@pytest.mark.parts(2, seed=3712493495)
+@pytest.mark.parts(4, seed=3712493495)
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize(
     "name", [name for name, case in SEVERAL.items() if not case.packed and "more_rows" not in name]
@@ -124,6 +124,7 @@ def test_rows_have_the_bits_of_a_decode(name, family, wide_sums):
         same_bits(call, decoded, (slice(last - tokens, last), 0), keys - (rows - last))
 
 
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize("name", [name for name, case in SEVERAL.items() if case.packed])
 def test_packed_rows_have_the_bits_of_a_decode(name, family, wide_sums):
@@ -138,6 +139,7 @@ def test_packed_rows_have_the_bits_of_a_decode(name, family, wide_sums):
         begin, begin_k = end, begin_k + keys
 
 
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize("left, right, tokens", [(0, 0, 1), (20, 0, 3), (64, 2, 1), (100, 0, 3)])
 def test_rows_of_a_short_window_have_the_bits_of_a_decode(left, right, tokens, family, wide_sums):

@@ -79,6 +79,7 @@ EACH_COMMIT = (
 )  # fmt: skip
 
 
+@pytest.mark.parts(2)
 @pytest.mark.nightly_cases(
     "dense_left_padded", "dense_softcap_sinks", "dense_tokens_5", "pages_of_13", "pages_of_64_heads_first"
 )

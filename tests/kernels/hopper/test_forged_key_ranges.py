@@ -36,7 +36,7 @@ def _run(call, kernel):
     return [t.detach() for t in (out, *grads)]
 
 
-@pytest.mark.parts(3, seed=3824444741)
+@pytest.mark.parts(6, seed=3824444741)
 @pytest.mark.parametrize("side", ("spans_q", "spans_k"))
 @pytest.mark.parametrize("how", FORGED)
 @pytest.mark.parametrize("kernel", ("hopper", "portable"))

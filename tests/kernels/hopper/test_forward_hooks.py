@@ -252,6 +252,7 @@ MODS = {
 }
 
 
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("name", MODS)
 def test_functions_of_scores(name):
     case, functions, early = MODS[name]
@@ -331,6 +332,7 @@ def without_broken_promises(kinds: Tensor, size: tuple[int, int], call: Call) ->
     return torch.where(whole, kinds, kinds.clamp(max=1))
 
 
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("name", LISTS)
 def test_lists_of_key_blocks(name):
     listed = LISTS[name]
