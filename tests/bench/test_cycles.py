@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from strobe.bench import predictions
 from strobe.bench.cycles import BY_FMA_INSTRUCTIONS, Cycles, backward, cycles, forward, table
@@ -105,15 +106,17 @@ def _shown(name: str, capsys) -> str:
     return capsys.readouterr().out
 
 
+def once(functions, device, **options):
+    """In place of `interleave`: each function runs once."""
+    for function in functions.values():
+        function()
+    return {name: SimpleNamespace(median_ms=1.0) for name in functions}
+
+
 def test_the_measuring_script_times_the_backward_and_compares_gradients(monkeypatch):
     """On the simulator: timing is replaced by one run of each variant."""
     pytest.importorskip("triton")
     from tools.proof.simulate import on
-
-    def once(functions, device, **options):
-        for function in functions.values():
-            function()
-        return {name: SimpleNamespace(median_ms=1.0) for name in functions}
 
     monkeypatch.setattr(predictions, "interleave", once)
     with on(FAKES["B200"]) as run:
@@ -125,6 +128,25 @@ def test_the_measuring_script_times_the_backward_and_compares_gradients(monkeypa
     # seven operands of 16 KiB (S, dP: two each; dV, dK, dQ: one), and dS of 32 KiB written and read; 128 bytes a clock
     assert [row["cycles"] for row in rows] == [1408.0, 1408.0, None]
     assert rows[0]["tflops"] == pytest.approx(5 * 2 * 64 * (131 * 130 / 2) / 1e-3 / 1e12)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_the_measuring_script_times_the_decode_and_compares_it(bits, monkeypatch):
+    """On the simulator: timing is replaced by one run of each variant."""
+    pytest.importorskip("triton")
+    from tools.proof.simulate import on
+
+    monkeypatch.setattr(predictions, "interleave", once)
+    monkeypatch.setattr("strobe.kernels.hopper.launch_decode.zeros_on", lambda device, count: torch.zeros(count).int())
+    monkeypatch.setattr("strobe.kernels.portable.launch_decode.zeros_on", lambda device, n: torch.zeros(n).int())
+    with on(FAKES["B200"]) as run:
+        rows = list(predictions.measured_decode(2, 256, 1, bits, (4, 1), "cpu"))
+    assert [row["variant"] for row in rows] == ["as it is", "portable"] and run.reports == []
+    assert run.launches.count("decode_kernel") == 2
+    # both round P and out to 8 bits; another page, length or scale would differ by 1
+    assert 0 < rows[0]["difference"] < 3 * 2**-8 and rows[1]["difference"] == 0.0
+    assert rows[0]["gbps"] == pytest.approx(2 * 2 * 256 * 128 * bits / 8 / 1e-3 / 1e9)
+    assert rows[0]["ceiling"] == pytest.approx(rows[0]["gbps"] / 8000)
 
 
 def test_predictions_need_the_machine(monkeypatch, capsys):

@@ -31,7 +31,7 @@ def draw(*shape, seed=0, dtype=torch.float32, device="cpu"):
 # ---------------------------------------------------------------- selection, the ops and torch
 
 
-def test_every_gpu_runs_the_portable_decode_but_hopper():
+def test_every_gpu_runs_the_portable_decode_but_hopper_and_blackwell():
     k = torch.empty(2, 4096, 2, 64)
     problem = DecodeProblem.from_call(DecodeCall(torch.empty(2, 1, 8, 64), k, k, INT(1, 2), right=0))
     for name, target in FAKES.items():
@@ -40,9 +40,8 @@ def test_every_gpu_runs_the_portable_decode_but_hopper():
     half = replace(problem, dtype=torch.float16, cache_dtype=torch.float16, out_dtype=torch.float16)
     for name, target in FAKES.items():
         chosen = select(half, target).forward.kernel.name
-        assert chosen == (
-            "cpu.decode" if name == "CPU" else "hopper.decode" if target.capability == 90 else "portable.decode"
-        )
+        own = {90: "hopper.decode", 100: "blackwell.decode", 103: "blackwell.decode"}
+        assert chosen == ("cpu.decode" if name == "CPU" else own.get(target.capability, "portable.decode"))
     text = str(select(half, FAKES["H200"]))
     assert "decode B=2 T=1 S_max=4096" in text and "splits" in text and "memory-bound" in text
 
@@ -94,8 +93,8 @@ def test_a_family_that_cannot_decode_here_says_so():
     with pytest.raises(
         strobe.InvalidProblem,
         match=(
-            r"kernel: got 'cpu\.forward', expected one of blackwell, hopper, portable, cpu, hopper\.decode, "
-            r"portable\.decode, cpu\.decode"
+            r"kernel: got 'cpu\.forward', expected one of blackwell, hopper, portable, cpu, blackwell\.decode, "
+            r"hopper\.decode, portable\.decode, cpu\.decode"
         ),
     ):
         strobe.attention_decode(torch.empty(2, 1, 2, 16), cache, kernel="cpu.forward")

@@ -19,6 +19,7 @@ from strobe.kernels.blackwell.traits import TENSOR_COLUMNS
 from strobe.kernels.hopper import kernel as hopper
 from strobe.kernels.hopper import prefill_config
 from strobe.kernels.portable import heuristics
+from strobe.problem.decode import DecodeProblem
 from strobe.problem.paged import PagedProblem
 from strobe.problem.problem import Problem
 from strobe.selection.select import select
@@ -266,6 +267,22 @@ def test_the_blackwell_backward_spills_nothing_and_fits_its_memories():
             seen.add((traits.block_d, traits.mask.left, traits.mask.right, unit.target))
     bands = ((False, False), (False, True), (True, True))
     assert seen >= {(w, *band, target) for w in (64, 96, 128, 192) for band in bands for target in ("sm_100", "sm_103")}
+
+
+def test_the_blackwell_decode_spills_nothing_and_multiplies_by_mma_sync():
+    """On both targets, with each number of rows. Tensor memory stays free."""
+    rows = set()
+    for unit in UNITS:
+        if unit.family == "blackwell.decode":
+            config = select(DecodeProblem.from_call(unit.call), TARGETS[unit.target]).forward.config
+            row, traits = RECORDED[(*unit, "decode_kernel")], config.traits
+            assert budget.spill_bytes(row) == 0 == row.get("tensor_columns", 0) and row["warps"] == 4, unit
+            if row["instructions"]:  # a warp's part of a step: 16 rows of each 64, 8 columns, 16 of each sum
+                own = (traits.block_n * traits.block_d + traits.block_dv * traits.block_n) // (64 * 16)
+                assert row["instructions"]["HMMA"] == own * traits.block_m // 8, unit
+            rows.add((traits.block_m, traits.fp8, unit.target))
+    targets = ("sm_100", "sm_103")
+    assert rows >= {(rows, bits, target) for rows in (8, 16, 32, 64) for bits in (False, True) for target in targets}
 
 
 def _backward_roles(row: dict) -> dict[str, int]:

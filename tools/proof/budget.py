@@ -35,6 +35,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "hopper.decode": ("sm_90",),
     "blackwell": ("sm_100", "sm_103"),
     "blackwell.backward": ("sm_100", "sm_103"),
+    "blackwell.decode": ("sm_100", "sm_103"),
 }
 ON_EVERY_TARGET = "d128 causal"  # compiled on each commit for every target
 WITH_ALL_CASES = "sm_90"  # on each commit only this target compiles other cases, too (but see Unit.each_commit)
@@ -80,6 +81,9 @@ class Unit(NamedTuple):
         if self.family == "blackwell":
             tilings = ("d64 dense", "d96 causal", "d128 dense", "d192/128 causal")
             return self.case == ON_EVERY_TARGET or (self.target == "sm_100" and self.case in tilings)
+        if self.family == "blackwell.decode":
+            tall = ("d128 rows, 16 tokens, window sinks softcap", "d128 float8 pages of 16, 16 tokens")
+            return self.case == ON_EVERY_TARGET or (self.target == "sm_100" and self.case in tall)
         of_one_width = ("ragged", "one row", "5 rows", "deterministic", "float16", "group 8 causal")
         case, at_d128 = self.case.removesuffix(", many keys"), self.case.startswith("d128")
         seen_at_d128 = (case.endswith(of_one_width) or "a cluster" in case) and not at_d128

@@ -313,6 +313,20 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
 }
 
 
+# Blackwell decode: as the Hopper decode, without packed queries and batch_invariant.
+BLACKWELL_DECODES = {
+    name: case for name, case in HOPPER_DECODES.items() if not name.startswith("paged") and "invariant" not in name
+} | {
+    "d128 rows, 16 tokens, window sinks softcap": lambda: _decode(
+        128, tokens=16, left=900, sinks=torch.zeros(32), softcap=20.0
+    ),
+    "d128 float8 rows, 8 tokens": lambda: _decode(128, tokens=8, cache_dtype=FP8),
+    "d128 float8 pages of 16, 16 tokens": lambda: _decode(128, 16, 16, cache_dtype=FP8),
+    "d128 pages of 16, 8 tokens, window": lambda: _decode(128, 16, 8, left=900),
+    "d256 float8, 8 tokens, softcap": lambda: _decode(256, 16, 8, cache_dtype=FP8, softcap=20.0),
+}
+
+
 def _blackwell_cases() -> dict[str, Callable[[], Call]]:
     """Blackwell: each tiling with each kind of band, options, shared heads, keys that end within a tile, and sizes of
     1.
@@ -370,4 +384,5 @@ def _blackwell_backward_cases() -> dict[str, Callable[[], Call]]:
 CASES_OF = {
     "portable": CASES, "portable.decode": DECODES, "hopper": _hopper_cases(), "hopper.decode": HOPPER_DECODES,
     "blackwell": _blackwell_cases(), "blackwell.backward": _blackwell_backward_cases(),
+    "blackwell.decode": BLACKWELL_DECODES,
 }  # fmt: skip

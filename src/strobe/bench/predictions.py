@@ -4,7 +4,8 @@
 
 It has not run on a Blackwell GPU yet. Each variant of the forward is the same kernel without one optimization. The
 variants of the backward are the kernel with unordered and with ordered adds to dq, and the portable kernel, with whose
-gradients the others are compared. Variants are timed in turn in one process.
+gradients the others are compared. The variants of the decode are its kernel and the portable one. Variants are timed
+in turn in one process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 
 from ..kernels.protocol import Backward, Forward, Plan
 from ..problem import mask as masks
+from ..problem.cache import quantize_kv
 from ..problem.call import Call
+from ..problem.decode import DecodeCall, DecodeProblem
 from ..problem.problem import Problem
 from ..problem.target import Target
 from ..selection.select import select
@@ -127,6 +130,56 @@ def measured_backward(
         }
 
 
+DECODE_KERNELS = {"as it is": "blackwell.decode", "portable": "portable.decode"}
+# (sequences, keys, tokens, bits of the cache): those of the prediction, and tiles of 64 rows
+DECODES = (
+    (64, 8192, 1, 16), (64, 8192, 1, 8), (64, 8192, 8, 16), (64, 8192, 16, 16), (8, 8192, 1, 16), (1, 1024, 1, 16),
+)  # fmt: skip
+PAGE_SIZE, HEADS_DECODE, WIDTH_DECODE = 16, (32, 8), 128
+
+
+def measured_decode(
+    batch: int, keys: int, tokens: int, bits: int, heads: tuple[int, int] = HEADS_DECODE, device: str = "cuda"
+) -> Iterator[dict]:
+    """A row for each of DECODE_KERNELS. `ceiling`: the share of the bandwidth that reads all keys and values once.
+    `difference`: from the portable out, relative to its largest element.
+    """
+    pages = batch * keys // PAGE_SIZE
+    k, v = (torch.randn(pages, PAGE_SIZE, heads[1], WIDTH_DECODE, dtype=torch.bfloat16, device=device) for _ in "kv")
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if bits == 8:
+        k, v, *both = quantize_kv(k, v)
+        scales = (both[0], both[1])
+    q = torch.randn(batch, tokens, heads[0], WIDTH_DECODE, dtype=torch.bfloat16, device=device)
+    table = torch.randperm(pages, device=device).int().view(batch, -1)
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    call = DecodeCall(q, k, v, lengths, table, None, *scales, right=0)
+    target = Target.of(q.device)
+    calls = {name: call._replace(kernel=kernel) for name, kernel in DECODE_KERNELS.items()}
+    plans = {name: select(DecodeProblem.from_call(one), target).forward for name, one in calls.items()}
+    lse = torch.empty(batch, heads[0], tokens, device=device)
+    results = {name: Forward(torch.empty_like(q), torch.empty_like(lse)) for name in plans}
+    spaces = {name: _workspace(plan, device) for name, plan in plans.items()}
+    run = lambda name: plans[name].kernel.run(plans[name], calls[name], results[name], spaces[name])
+    times = interleave({name: lambda name=name: run(name) for name in plans}, q.device, flush=True)
+    moved = 2 * batch * keys * heads[1] * WIDTH_DECODE * bits // 8
+    wanted = results["portable"].out.float()
+    for name, timing in times.items():
+        gbps = moved / timing.median_ms / 1e6
+        yield {
+            "pass": "decode",
+            "batch": batch,
+            "keys": keys,
+            "tokens": tokens,
+            "bits": bits,
+            "variant": name,
+            "ms": timing.median_ms,
+            "gbps": gbps,
+            "ceiling": gbps / target.peak_gbps if target.peak_gbps else None,
+            "difference": float((results[name].out.float() - wanted).abs().max() / wanted.abs().max()),
+        }
+
+
 def _workspace(plan: Plan, device: str) -> dict[str, torch.Tensor]:
     return {
         buffer.name: torch.full(buffer.shape, buffer.fill or 0, dtype=buffer.dtype, device=device)
@@ -147,6 +200,9 @@ def main() -> int:
         for causal in (False, True):
             for row in (*measured(widths, causal), *measured_backward(widths, causal)):
                 print(json.dumps(row), flush=True)
+    for shape in DECODES:
+        for row in measured_decode(*shape):
+            print(json.dumps(row), flush=True)
     return 0
 
 

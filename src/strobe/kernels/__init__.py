@@ -11,7 +11,7 @@ from importlib import import_module
 from .protocol import Kernel
 
 # Each family has a file kernel.py with FORWARD, BACKWARD, DECODE, PAGED and APPEND. It may lack some of them: blackwell
-# has FORWARD and BACKWARD only.
+# has no PAGED and no APPEND.
 FAMILIES = ("blackwell", "hopper", "portable", "cpu")
 
 
@@ -24,7 +24,7 @@ def kernels(direction: str) -> tuple[Kernel, ...]:
     >>> [kernel.name for kernel in kernels("backward")]
     ['blackwell.backward', 'hopper.backward', 'portable.backward', 'cpu.backward']
     >>> [kernel.name for kernel in kernels("decode")]
-    ['hopper.decode', 'portable.decode', 'cpu.decode']
+    ['blackwell.decode', 'hopper.decode', 'portable.decode', 'cpu.decode']
     >>> [kernel.name for kernel in kernels("paged")]
     ['hopper.paged', 'portable.paged', 'cpu.paged']
     """

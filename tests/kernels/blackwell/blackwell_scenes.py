@@ -7,12 +7,17 @@ Inside `simulate` a scene returns out and lse, or gradients, made by the family'
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from strobe import reference
+from strobe.kernels.hopper import decode_config, launch_decode
 from strobe.ops import attention as ops
+from strobe.ops import decode as ops_decode
+from strobe.problem.cache import FP8
+from strobe.problem.decode import DecodeCall
 from strobe.problem.target import FAKES
 from strobe.testing import Case
 from tests.kernels.hopper.hopper_cases import CAUSAL, runs
@@ -78,10 +83,61 @@ def _backward(case: Case, **options) -> tuple[Tensor, ...]:
         return ops.BACKWARD(dout, out.to(torch.bfloat16), lse.float(), None, *call.arguments)
 
 
+def _decode(tokens: int = 1, fp8: bool = False, cluster: int = 0) -> tuple[Tensor, ...]:
+    """410 keys in pages of 16, and 4 heads that share a key head."""
+    draw = torch.Generator().manual_seed(4)
+    columns = 26
+    q, k, v = (
+        torch.randn(shape, generator=draw).to(torch.bfloat16)
+        for shape in ((1, tokens, 4, 64), (columns, 16, 1, 64), (columns, 16, 1, 64))
+    )
+    if fp8:
+        k, v = (pool.to(FP8) for pool in (k, v))
+    table = torch.randperm(columns, generator=draw).int()[None]
+    call = DecodeCall(q, k, v, torch.tensor([410], dtype=torch.int32), table, right=0, kernel="blackwell")
+    sizes = patch.multiple(decode_config, cluster_size=lambda *_: cluster, splits=lambda *_: (2, 256))
+    counters = torch.zeros(4096, dtype=torch.int32)
+    zeros = patch.object(launch_decode, "zeros_on", lambda device, count: counters[:count])
+    with posing(FAKES["B200"]), sizes, zeros:
+        return ops_decode.run(call)
+
+
+def blackwell_decode_pages() -> tuple[Tensor, ...]:
+    """Two splits of four key tiles, the last one partial, for pipelines of three stages. The last split to finish
+    merges. Q lies in registers.
+    """
+    return _decode()
+
+
+def blackwell_decode_64_rows() -> tuple[Tensor, ...]:
+    """Q is read from shared memory in each step, and two stages."""
+    return _decode(tokens=16)
+
+
+def blackwell_decode_float8() -> tuple[Tensor, ...]:
+    """Keys and values become float16 in registers."""
+    return _decode(fp8=True)
+
+
+def blackwell_decode_cluster() -> tuple[Tensor, ...]:
+    """Four splits of two key tiles, the last one partial. They run in one cluster and send each other their shares."""
+    return _decode(cluster=4)
+
+
 # forward*.py of blackwell and device, and pipeline.py
 FORWARD = "../../../src/strobe/kernels/[bd]*/[fp][oi][rp]*.py"
 BACKWARD = "../../../src/strobe/kernels/blackwell/backward*.py"
+DECODE = "../../../src/strobe/kernels/blackwell/decode*.py"
 SCENES = (
     *(Scene(run.__name__, "sm_100", run, FORWARD) for run in (blackwell_d128, blackwell_d192_128)),
     *(Scene(run.__name__, "sm_100", run, BACKWARD) for run in (backward_d64, backward_documents, backward_d192_128)),
+    *(
+        Scene(run.__name__, "sm_100", run, DECODE)
+        for run in (
+            blackwell_decode_pages,
+            blackwell_decode_64_rows,
+            blackwell_decode_float8,
+            blackwell_decode_cluster,
+        )
+    ),
 )

@@ -26,6 +26,7 @@ from ..runtime.tma_requirements import (
     query_tiles,
 )
 from .backward_traits import BackwardConfig, BackwardTileConfig, BackwardTraits
+from .decode_config import DECODE as DECODE
 from .traits import ROWS, STAGES_Q, ForwardConfig, ForwardTraits, TileConfig
 
 CAPABILITIES = (100, 103)
