@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
-import runpy
 import signal
 import sys
 import time
@@ -26,37 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import tests.peers.corpus_sglang  # noqa: F401  its cases
 from strobe.sim import cuda_on_cpu, simulate
+from tests.peers import tutorials
+from tests.peers.corpus import CASES, Pair, case, drawn, get, with_gradients
 from tools.proof.provenance import circumstances
 
-LIMIT_S = 120
-Pair = tuple[Any, Any]  # (result, reference)
-CASES: dict[str, Callable[[], Pair]] = {}
-
-
-def case(name: str) -> Callable[[Callable[[], Pair]], Callable[[], Pair]]:
-    return lambda function: CASES.setdefault(name, function)
-
-
-def get(path: str) -> Any:
-    """The object of a dotted name."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to("cuda")
-
-
-def with_gradients(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *inputs: Tensor) -> Pair:
-    """Results and gradients of both, each from inputs of its own."""
-    found = []
-    for function in (ours, theirs):
-        own = [one.detach().clone().requires_grad_() for one in inputs]
-        out = function(*own)
-        (out * torch.linspace(0.5, 1.5, out.numel(), device="cuda").view(out.shape)).sum().backward()
-        found.append([out, *(one.grad for one in own)])
-    return found[0], found[1]
+LIMIT_S = 120  # of the processor, for a case, or for a call of a tutorial
 
 
 # ---------------------------------------------------------------- Liger
@@ -377,15 +353,17 @@ def _alarm(*_: object) -> None:
     raise TooLong(f"more than {LIMIT_S} s")
 
 
-def run(name: str, function: Callable[[], Pair | None], target: str, tolerance: float) -> dict[str, Any]:
+def run(name: str, function: Callable[[], Pair | int | None], target: str, tolerance: float) -> dict[str, Any]:
     """One row: what came of a case."""
     row: dict[str, Any] = {"case": name, "target": target, "outcome": "right", "error": None, "reports": []}
-    begin = time.perf_counter()
-    signal.signal(signal.SIGALRM, _alarm)
-    signal.alarm(LIMIT_S)
+    begin = time.process_time()
+    signal.signal(signal.SIGVTALRM, _alarm)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
     try:
         with simulate(target, "pct", check=False) as found:
             pair = function()
+        if isinstance(pair, int):
+            row["calls"], pair = pair, None
         row["error"] = None if pair is None else error(pair)
         if row["error"] is not None and not row["error"] <= tolerance:
             row["outcome"] = "wrong"
@@ -397,17 +375,10 @@ def run(name: str, function: Callable[[], Pair | None], target: str, tolerance: 
         outcome = "failed" if found.launches else "refused"
         row.update(outcome=outcome, why=f"{type(failure).__name__}: {failure}"[:200])
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     if row["outcome"] in ("right", "wrong"):
         row["reports"] = [str(report)[:300] for report in found.reports]
-    return row | {"seconds": round(time.perf_counter() - begin, 1)}
-
-
-def _tutorial(file: Path) -> Callable[[], None]:
-    def run_file() -> None:
-        runpy.run_path(str(file), run_name="tutorial")
-
-    return run_file
+    return row | {"seconds": round(time.process_time() - begin, 1)}
 
 
 def main() -> int:
@@ -427,11 +398,10 @@ def main() -> int:
     if a.path and a.by_rule:
         with cuda_on_cpu(a.target):
             cases |= dict(gems_by_name())
-    if a.tutorials:
-        cases |= {f"tutorials/{file.name}": _tutorial(file) for file in sorted(a.tutorials.rglob("*.py"))}
     rows = []
     with cuda_on_cpu(a.target):
-        for name, function in cases.items():
+        of_tutorials = tutorials.cases(a.tutorials, LIMIT_S) if a.tutorials else ()
+        for name, function in itertools.chain(cases.items(), of_tutorials):
             if name.startswith(a.only):
                 rows.append(run(name, function, a.target, a.tolerance))
                 print(json.dumps(rows[-1]), flush=True)

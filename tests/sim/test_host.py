@@ -125,6 +125,15 @@ def test_a_warm_up_answers_for_the_resources_of_a_kernel():
         assert limits["max_shared_mem"] // kernel.metadata.shared > 0
 
 
+def test_what_a_warm_up_returns_is_launched():
+    """As Triton's softmax tutorial does, with all arguments in order."""
+    x = torch.zeros(4)
+    with simulate("sm_90"):
+        kernel = warmed_kernel.warmup(x, BLOCK=4, grid=(1,))
+        kernel[(1, 1, 1)](x, 4)
+    assert x.tolist() == [1.0] * 4
+
+
 def test_an_unknown_target_is_told():
     with pytest.raises(ValueError, match="target: got 'sm_7', expected one of sm_80"), cuda_on_cpu("sm_7"):
         pass
@@ -199,3 +208,18 @@ def test_what_a_launch_returns_is_launched_again():
 def test_threads_of_a_multiprocessor(target, threads):
     with cuda_on_cpu(target):
         assert torch.cuda.get_device_properties(0).max_threads_per_multi_processor == threads
+
+
+def test_tritons_binding_of_cublas_computes_on_the_cpu():
+    """Tutorials create it where torch.cuda is available, to time it beside their kernels."""
+    with cuda_on_cpu("sm_90"):
+        from triton._C.libtriton import nvidia
+
+        cublas = nvidia.cublas.CublasLt(torch.empty(32, dtype=torch.uint8, device="cuda"))
+        a, b, c = (torch.randn(8, 8, dtype=torch.float16, device="cuda") for _ in range(3))
+        product, total = torch.empty_like(c), torch.empty_like(c)
+        cublas.matmul(a, b, product)
+        cublas.gemm(a, b, c, total, 2.0, 0.5)
+    expected = a.float() @ b.float().T
+    assert torch.equal(product, expected.half())
+    assert torch.equal(total, (2 * expected + 0.5 * c.float()).half())

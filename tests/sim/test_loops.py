@@ -6,8 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from strobe.sim import Checks, simulate
 from strobe.sim.machine import MODES
@@ -28,7 +30,7 @@ def test_a_loop_without_end_is_reported(mode):
     with simulate("sm_90", mode, check=False, checks=Checks(max_iterations=3000)) as run:
         endless_kernel[(2,)](torch.zeros(1, dtype=torch.int32), 3)
     (report,) = run.reports
-    assert report.kind == "deadlock" and "test_loops.py:19 endless_kernel" in report.where
+    assert report.kind == "deadlock" and "test_loops.py:21 endless_kernel" in report.where
     assert "iteration 3,000 of the loop" in report.text
     assert "changing: i = 3000; not changing: steps = 3, limit = 0" in report.text
 
@@ -79,14 +81,82 @@ def in_a_loop_kernel(x, turns, buffers: gl.constexpr):
             gl.store(x + index, buffer.load(layout))
 
 
-@pytest.mark.parametrize("turns, buffers, kinds", [(9, 1, []), (9, 3, []), (2, 4, ["budget"])])
-def test_the_buffers_of_a_loops_body_are_counted_once(turns, buffers, kinds):
-    """Each buffer has 64 KiB; the target has 227."""
+@pytest.mark.parametrize("turns, buffers", [(9, 1), (9, 3), (1, 4), (2, 4)])
+def test_the_buffers_of_a_loops_body_are_counted_once(turns, buffers):
+    """Each buffer has 64 KiB; the target has 227. One is in use at once, and the compiler gives all the same place."""
     x = torch.zeros(16384)
     with simulate("sm_90", check=False) as run:
         in_a_loop_kernel[(1,)](x, turns, buffers)
-    assert [report.kind for report in run.reports] == kinds
+    assert not run.reports
     assert torch.equal(x, torch.full_like(x, turns * buffers))
+
+
+@gluon.jit
+def together_kernel(x, turns, buffers: gl.constexpr, TOGETHER: gl.constexpr):
+    """In each turn a buffer is read after the others are filled, or before them."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    index = gl.arange(0, 16384, layout)
+    for _ in range(turns):
+        first = gl.allocate_shared_memory(gl.float32, [16384], shared, gl.load(x + index) + 1)
+        if not TOGETHER:
+            gl.store(x + index, first.load(layout))
+        for _ in gl.static_range(buffers):
+            buffer = gl.allocate_shared_memory(gl.float32, [16384], shared, gl.load(x + index) + 1)
+            gl.store(x + index, buffer.load(layout))
+        if TOGETHER:
+            gl.store(x + index, first.load(layout))
+
+
+@pytest.mark.parametrize("buffers, together, kib", [(3, False, 64), (3, True, 128), (1, True, 128)])
+def test_buffers_whose_last_use_is_over_make_room(buffers, together, kib):
+    """The compiler's shared memory, and the simulator's limit."""
+    x = torch.zeros(16384)
+    signature = {"x": "*fp32", "turns": "i32", "buffers": "constexpr", "TOGETHER": "constexpr"}
+    source = GluonASTSource(together_kernel, signature, {(2,): buffers, (3,): together})
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).metadata.shared == kib * 1024
+    for target, limit in (("sm_90", 227), ("sm_86", 99)):
+        with simulate(target, check=False) as run:
+            together_kernel[(1,)](x, 2, buffers, together)
+        assert [report.kind for report in run.reports] == ["budget"] * (kib > limit)
+        assert all(f"{kib * 1024} bytes of shared memory are in use" in report.text for report in run.reports)
+
+
+@gluon.jit
+def reading_partition(first, x):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    index = gl.arange(0, 16384, layout)
+    gl.store(x + index, first.load(layout))
+
+
+@gluon.jit
+def allocating_partition(first, x):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    index = gl.arange(0, 16384, layout)
+    value = gl.load(x + 16384 + index)
+    first.load(layout)
+    buffer = gl.allocate_shared_memory(gl.float32, [16384], shared, value)
+    gl.store(x + 16384 + index, buffer.load(layout) + 1)
+
+
+@gluon.jit
+def captured_kernel(x):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    index = gl.arange(0, 16384, layout)
+    first = gl.allocate_shared_memory(gl.float32, [16384], shared, gl.load(x + index) + 1)
+    gl.warp_specialize([(reading_partition, (first, x)), (allocating_partition, (first, x))], [4], [64])
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_what_a_partition_is_given_stays_in_use_until_all_end(mode):
+    signature = {"x": "*fp32"}
+    compiled = triton.compile(GluonASTSource(captured_kernel, signature, {}), target=GPUTarget("cuda", 90, 32))
+    assert compiled.metadata.shared >= 128 * 1024
+    with simulate("sm_86", mode, check=False) as run:
+        captured_kernel[(1,)](torch.zeros(2 * 16384))
+    assert [report.kind for report in run.reports] == ["budget"]
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import greenlet
 import numpy as np
 
+from .budget import Budget
 from .memory import Clock, Memory, merge
 from .report import Place
 from .stores import Stores
@@ -123,7 +124,7 @@ class Allocations:
     """The allocations of a partition inside loops. An allocation in a loop's body is one buffer, used by every turn."""
 
     def __init__(self) -> None:
-        # for each running loop: (place, size) -> buffers allocated there, how many this turn has used, and their charge
+        # for each running loop: (place, size) -> buffers allocated there, and how many this turn has used
         self._loops: list[dict[tuple[Place, str, int], _Buffers]] = []
 
     def enter_loop(self) -> None:
@@ -134,8 +135,8 @@ class Allocations:
             buffers.used = 0
 
     def leave_loop(self, cta: Cta) -> None:
-        for (_, space, _), buffers in self._loops.pop().items():
-            cta.used[space] -= buffers.charge
+        for buffers in self._loops.pop().values():
+            cta.budget.free(buffers.memories)
 
     def reused(self, place: Place, space: str, size: int) -> Memory | None:
         """The buffer that an earlier turn of the innermost loop allocated here."""
@@ -145,26 +146,24 @@ class Allocations:
         buffers.used += 1
         return buffers.memories[buffers.used - 1]
 
-    def add(self, place: Place, memory: Memory, charge: int) -> None:
+    def add(self, place: Place, memory: Memory) -> None:
         if self._loops:
             buffers = self._loops[-1].setdefault((place, memory.space, len(memory.raw)), _Buffers())
             buffers.memories.append(memory)
             buffers.used += 1
-            buffers.charge += charge
 
-    def free(self, memory: Memory, charge: int) -> None:
+    def free(self, memory: Memory) -> None:
         """The kernel itself deallocates a buffer: the end of the loop does not free it once more."""
         for buffers in (buffers for loop in self._loops for buffers in loop.values()):
             kept = [one for one in buffers.memories if one is not memory]
             if len(kept) < len(buffers.memories):
-                buffers.memories, buffers.used, buffers.charge = kept, buffers.used - 1, buffers.charge - charge
+                buffers.memories, buffers.used = kept, buffers.used - 1
 
 
 @dataclass
 class _Buffers:
     memories: list[Memory] = field(default_factory=list)
     used: int = 0
-    charge: int = 0
 
 
 class Partition:
@@ -253,7 +252,7 @@ class Cta:
         self.memories: list[Memory] = []
         self.barriers: dict[int, Barrier] = {}
         self.named_barriers: dict[int, NamedBarrier] = {}
-        self.used = {"shared": 0, "tensor": 0}
+        self.budget = Budget()
         self.most_shared = 0  # bytes in use at once
         self.busy_ns: dict[str, float] = {}  # modelled time until which a unit is busy: tensor core, TMA, cores
         self.cluster: Cluster = Cluster([self])

@@ -136,25 +136,14 @@ def simulate(
     run = Run(Machine(mode, seed, sms, limits, reports, checks), reports)
     run.machine.fuse = fuse
 
-    made: dict[tuple[int, str], SimpleNamespace] = {}
+    made: dict[tuple[int, str], _Compiled] = {}
 
-    def launch(
-        fn: JITFunction, *arguments: object, grid: Any, warmup: bool = False, **keywords: object
-    ) -> SimpleNamespace | _Compiled:
+    def launch(fn: JITFunction, *arguments: object, grid: Any, warmup: bool = False, **keywords: object) -> _Compiled:
         """Replaces Triton's launch, and returns what can be launched again. A warm-up returns the kernel that is
         launched from then on for these constants; its metadata give the number of programs per cluster.
         """
         if warmup:
-            return made.setdefault(
-                _constants(fn, arguments, keywords),
-                SimpleNamespace(
-                    packed_metadata=(keywords.get("num_warps", 4), 1, 0),
-                    n_regs=64,
-                    n_spills=0,
-                    metadata=SimpleNamespace(shared=1024, num_warps=keywords.get("num_warps", 4)),
-                    _init_handles=lambda: None,
-                ),
-            )
+            return made.setdefault(_constants(fn, arguments, keywords), _Compiled(fn, keywords))
         warm = made.get(_constants(fn, arguments, keywords)) if made else None
         cluster_size = 1 if warm is None else warm.packed_metadata[1]
         _Launch(run, capability, fn).run(arguments, keywords, grid, cluster_size)
@@ -186,8 +175,12 @@ class _Compiled:
         self._options = {name: value for name, value in keywords.items() if name not in fn.arg_names}
         self.metadata = SimpleNamespace(name=fn.__name__, num_warps=keywords.get("num_warps", 4), shared=1024)
         self.name, self.n_regs, self.n_spills = fn.__name__, 64, 0
+        self.packed_metadata = self.metadata.num_warps, 1, 0
         # who would replay a launch without Triton's launcher does not where a launch allocates scratch memory
         self.run = SimpleNamespace(global_scratch_size=1, profile_scratch_size=0)
+
+    def _init_handles(self) -> None:
+        """What loads the module on a GPU."""
 
     def __getitem__(self, grid: Any) -> Callable[..., object]:
         return lambda *arguments: self._fn.run(*arguments, grid=grid, warmup=False, **self._options)

@@ -104,6 +104,7 @@ class Machine:
     def access(self, memory: Memory, mask: Granules, write: bool, actor: Actor) -> None:
         """Record an access and report its faults."""
         self.stats["accesses"] += 1
+        memory.last_access = self.stats["accesses"]
         if memory.space == "global" and actor.proxy == "generic" and not write:
             self._spins(memory, mask, actor)
         else:
@@ -182,21 +183,24 @@ class Machine:
     def allocate(self, space: str, size: int, charge: int) -> Memory:
         cta, place, allocations = self.current.cta, self.place(), self.current.allocations
         if reused := allocations.reused(place, space, size):
+            cta.budget.allocate_again(reused)
             reused.clear()
             return reused
-        cta.used[space] += charge
-        cta.most_shared = max(cta.most_shared, cta.used["shared"])
-        if cta.used[space] > self.limits[space]:
-            unit = "bytes" if space == "shared" else "columns"
-            self.report(
-                "budget",
-                f"{cta.used[space]} {unit} of {space} memory are in use with this allocation of {charge}; "
-                f"the target has {self.limits[space]}; at {place_text(place)}",
-                key=(space,),
-            )
         memory = cta.allocate(space, size, self.current.name)
-        allocations.add(place, memory, charge)
+        cta.budget.add(memory, charge, self.limits[space], place, self.stats["accesses"])
+        cta.most_shared = max(cta.most_shared, cta.budget.used("shared"))
+        allocations.add(place, memory)
         return memory
+
+    def _check_budget(self, cta: Cta) -> None:
+        for excess in cta.budget.excesses:
+            if (used := excess.in_use()) > self.limits[excess.space]:
+                unit = "bytes" if excess.space == "shared" else "columns"
+                text = (
+                    f"{used} {unit} of {excess.space} memory are in use with this allocation of {excess.charge}; "
+                    f"the target has {self.limits[excess.space]}; at {place_text(excess.place)}"
+                )
+                self.report("budget", text, excess.place, (excess.space,))
 
     # ---- mbarriers
 
@@ -464,7 +468,7 @@ class Machine:
         """warp_specialize: run each (name, warps, body) concurrently, the first on the caller's warps. Returns the
         first body's result when all have returned.
         """
-        me, hub = self.current, self.hub
+        me, hub, begin = self.current, self.hub, self.stats["accesses"]
         self.threads_meet()
         me.tick()
         place = self.place()
@@ -480,6 +484,7 @@ class Machine:
             me.time_ns = max(me.time_ns, worker.time_ns)
         for worker in workers[1:]:
             self._check_left(worker)
+        me.cta.budget.hold(begin, self.stats["accesses"])
         me.open_copies = workers[0].open_copies
         me.tick()
         return workers[0].result
@@ -605,6 +610,7 @@ class Machine:
         main = cta.partitions[0]
         self.most_shared = max(self.most_shared, cta.most_shared)
         self.current = main
+        self._check_budget(cta)
         self._check_left(main)
         if self.checks.happens_before:
             self._check_writes(cta, main)

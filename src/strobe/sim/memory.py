@@ -81,6 +81,7 @@ class Memory:
         self.named = False
         self.home = ""  # " of CTA 1" in a cluster
         self.key: tuple[str, int] = "", 0  # equal in all CTAs of a cluster for the same buffer of the kernel
+        self.last_access = 0  # the number of accesses in the launch up to the last one to it
         self._masks: dict[tuple, Granules] = {}
 
     def mask_of(self, view: np.ndarray) -> Granules:

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import triton.testing
 from torch.overrides import TorchFunctionMode
+from triton._C import libtriton
 
 from .host import answers, capability_of, timed_once
 
@@ -34,12 +35,31 @@ def cuda_on_cpu(target: str = "sm_90", *, sms: int = 4) -> Iterator[None]:
         patches.enter_context(mock.patch.object(triton.testing, "do_bench", timed_once))
         patches.enter_context(mock.patch.object(triton.testing, "do_bench_cudagraph", timed_once))
         patches.enter_context(mock.patch.object(triton.testing.Mark, "run", lambda *_, **__: None))
+        if hasattr(libtriton, "nvidia"):
+            patches.enter_context(mock.patch.object(libtriton.nvidia.cublas, "CublasLt", _CublasLt))
         patches.enter_context(_OnCpu())
         patches.enter_context(_tensors_say_cuda())
         yield
 
 
 _CUDA = torch.device("cuda", 0)
+
+
+class _CublasLt:
+    """Triton's binding of cuBLAS, which tutorials compare their kernels with: torch computes its products."""
+
+    def __init__(self, workspace: torch.Tensor):
+        self.workspace = workspace
+
+    def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        """`out` = `a` @ `b`.T"""
+        out.copy_(a.float() @ b.float().T)
+
+    def gemm(
+        self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, out: torch.Tensor, alpha: float, beta: float
+    ) -> None:
+        """`out` = `alpha` `a` @ `b`.T + `beta` `c`"""
+        out.copy_(alpha * (a.float() @ b.float().T) + beta * c.float())
 
 
 def _moved(value: Any) -> Any:

@@ -66,9 +66,9 @@ class SharedMemory(Ctas):
         return self._allocate("shared", ty, value, size // parts)
 
     def create_local_dealloc(self, window: Window) -> None:
-        p, size = self.machine.current, len(window.memory.raw)
-        p.cta.used["shared"] -= size
-        p.allocations.free(window.memory, size)
+        p = self.machine.current
+        p.cta.budget.free([window.memory])
+        p.allocations.free(window.memory)
 
     def _write(self, window: Where, value: Value, what: str = "") -> None:
         window = self.window(window)
