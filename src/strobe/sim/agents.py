@@ -197,6 +197,7 @@ class Partition:
         self.poll: tuple | None = None  # last value seen by an atomic or volatile read; detects spin loops
         self.last_read: tuple = ()  # last weak read of global memory
         self.repeats = 0  # how often that read was repeated with no other access in between
+        self.exchanges = 0  # tensors whose parts have changed their CTA
         self.observed: Clock = {}  # clocks released where relaxed atomics have read; acquired at the next fence
         self.fenced: Clock = {}  # clock at the last fence; relaxed atomics release it
         self.time_ns = self.math_ns = 0.0
@@ -229,6 +230,16 @@ class Partition:
 
 
 @dataclass
+class Meeting:
+    """A barrier among the same partition of all CTAs of a cluster, which the compiler builds of mbarriers."""
+
+    arrived: int = 0
+    generation: int = 0
+    gathering: Clock = field(default_factory=dict)
+    released: Clock = field(default_factory=dict)
+
+
+@dataclass
 class Cluster:
     """Programs that run concurrently and access each other's shared memory, with their barrier.cluster (PTX ISA)."""
 
@@ -239,7 +250,8 @@ class Cluster:
     released: Clock = field(default_factory=dict)
     latest: float = 0.0
     # tensors whose parts change their CTA, by the number of the exchange and by rank
-    exchanged: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
+    exchanged: dict[tuple[str, int], dict[int, np.ndarray]] = field(default_factory=dict)
+    meetings: dict[str, Meeting] = field(default_factory=dict)  # by the partition's name
 
 
 class Cta:
@@ -259,7 +271,6 @@ class Cta:
         self.rank = 0  # in its cluster
         self.by_key: dict[tuple[str, int], Memory] = {}  # memories by who allocates them, and its how many-th they are
         self.allocated: dict[str, int] = {}  # by each partition's name
-        self.exchanges = 0  # tensors whose parts have changed their CTA
         self.has_new_barriers = False  # whether mbarriers have been initialised since the cluster's last barrier
         self.initialised: Clock = {}  # clock of the last fence.mbarrier_init
         # barrier generation at which this CTA arrived and has not waited yet

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from . import shares
-from .agents import Barrier, Cta, Operation
+from .agents import Barrier, Cta, Meeting, Operation
 from .layouts import Layouts
 from .machine import Machine
-from .memory import Actor
+from .memory import Actor, merge
 from .shares import Part, Share, common
 from .values import COMPUTED, Type, Value, Window, from_bits, is_pointer, to_bits
 
@@ -31,6 +31,7 @@ class Ctas:
     layouts: Layouts
     ctas: int  # of a program
     two_ctas: bool  # whether the kernel's tcgen05 instructions work for pairs of CTAs
+    inits_by_hand: bool  # whether the kernel itself orders the initialisation of mbarriers (Triton before 3.8)
     window: Callable[[Any], Window]
     cluster_arrive: Callable[[bool], None]
     cluster_wait: Callable[[], None]
@@ -116,7 +117,7 @@ class Ctas:
         share = self.share(window)
         inside = common(want, share.part(self.rank)) == want
         data = np.full(shape, self.foreign(window.elem))
-        meets = not inside and self._alone("a load of another CTA's shared memory")
+        meets = not inside and self._may_meet("a load of another CTA's shared memory")
         if meets:
             self.meet()
         for rank in [self.rank] if inside else range(self.ctas):
@@ -133,29 +134,29 @@ class Ctas:
 
     # ---- data that changes its CTA
 
-    def _alone(self, what: str) -> bool:
-        """Whether no partition of warp_specialize runs; else that is reported, because the compiler refuses it."""
+    def _may_meet(self, what: str) -> bool:
+        """Whether the compiler has a barrier of the cluster here. Triton before 3.8 has none inside warp_specialize."""
         p = self.machine.current
-        if p is p.cta.partitions[0]:
+        if p is p.cta.partitions[0] or not self.inits_by_hand:
             return True
-        self.report("compiler", f"{what} inside warp_specialize, which needs a barrier of the cluster")
+        self.report("compiler", f"{what} inside warp_specialize, where this Triton has no barrier of the cluster")
         return False
 
     def gathered(self, value: Value, shape: tuple[int, ...]) -> np.ndarray:
         """The whole tensor, with every CTA's part. The compiler puts barriers of the cluster around the exchange."""
         p, data = self.machine.current, np.array(value.data)
-        if not self._alone("a tensor whose elements change their CTA"):
+        if not self._may_meet("a tensor whose elements change their CTA"):
             return data
         cluster = p.cta.cluster
         share = shares.of_registers(self.layouts, shape, value.layout)
-        cluster.exchanged.setdefault(p.cta.exchanges, {})[self.rank] = data
+        parts = cluster.exchanged.setdefault((p.name, p.exchanges), {})
+        parts[self.rank] = data
         self.meet()
-        parts = cluster.exchanged[p.cta.exchanges]
         for rank in range(self.ctas):
             if share.leads(rank):
                 data[share.part(rank)] = parts[rank][share.part(rank)]
         self.meet()
-        p.cta.exchanges += 1
+        p.exchanges += 1
         return data
 
     def from_first(self, value: Value) -> Value:
@@ -187,12 +188,29 @@ class Ctas:
 
     def meet(self) -> None:
         """A barrier of the cluster, of the kernel or put in by the compiler."""
-        self.cluster_arrive(True)
-        self.cluster_wait()
+        self.create_cluster_barrier()
 
     def create_cluster_barrier(self, relaxed: bool = False) -> None:
-        self.cluster_arrive(not relaxed)
-        self.cluster_wait()
+        p, machine = self.machine.current, self.machine
+        if p is p.cta.partitions[0]:
+            self.cluster_arrive(not relaxed)
+            return self.cluster_wait()
+        meeting = p.cta.cluster.meetings.setdefault(p.name, Meeting())
+        machine.preempt()
+        generation = meeting.generation
+        merge(meeting.gathering, {} if relaxed else p.vector_clock)
+        meeting.arrived += 1
+        p.tick()
+        machine.progress += 1
+        if meeting.arrived == self.ctas:
+            merge(meeting.released, meeting.gathering)
+            meeting.generation, meeting.arrived = generation + 1, 0
+        machine.block(
+            lambda: meeting.generation > generation,
+            lambda: f"{p.name} of its cluster ({meeting.arrived} of {self.ctas} CTAs there)",
+        )
+        merge(p.vector_clock, meeting.released)
+        return None
 
     def create_cluster_arrive(self, relaxed: bool = False) -> None:
         self.cluster_arrive(not relaxed)
@@ -211,8 +229,6 @@ class Ctas:
         if self.ctas > 1 and p.cta.has_new_barriers and not self.inits_by_hand and p is p.cta.partitions[0]:
             p.cta.has_new_barriers = False
             self.meet()
-
-    inits_by_hand: bool
 
     # ---- mbarriers
 

@@ -11,11 +11,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import triton
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler.code_generator import str_to_ty
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.language.core import base_value, constexpr
 from triton.runtime.jit import JITFunction, KernelParam
@@ -40,6 +41,7 @@ from .translate import file_line, translated
 from .values import STORED, Descriptor, Value, wraps
 
 KIB = 1024
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 TENSOR_COLUMNS = 512  # on sm_100 and sm_103
 _OPTIONS = ("num_warps", "num_ctas", "maxnreg", "num_stages", "launch_cooperative_grid", "launch_pdl")
 _CHECKED = dict(debug=True)  # device_assert is active
@@ -212,7 +214,7 @@ class _Launch:
         self.builder = Builder(self.machine, parsed, layouts, self.capability)
         if self.fn.is_gluon() and parsed.num_ctas > 1:
             self.builder.ctas = cluster_size = parsed.num_ctas
-            self.builder.inits_by_hand = hasattr(mbarrier, "fence_init_release_cluster")
+            self.builder.inits_by_hand = _VERSION < (3, 8)
         self.semantic: Any = (Gluon if self.fn.is_gluon() else Triton)(self.builder)
         self.machine.warps = parsed.num_warps
         self.machine.begin_launch()
