@@ -101,13 +101,17 @@ def judge(found: Forward, call: Call, mods: Mods, blocks: Blocks | None = None) 
     return judge_against(found, call, *exact(call, mods, blocks))
 
 
-def judge_against(found: Forward, call: Call, out: Tensor, lse: Tensor, size: Tensor) -> float:
-    """Largest error relative to what rounding of p, of out and of float32 scores allows. size: |p| |v|."""
+def judge_against(found: Forward, call: Call, out: Tensor, lse: Tensor, size: Tensor, exp_error: float = 0.0) -> float:
+    """Largest error relative to what rounding of p, of out and of float32 scores allows. size: |p| |v|. exp_error: the
+    relative error of the kernel's exponentials, which row sums have, too.
+    """
     u = torch.finfo(call.q.dtype).eps
-    error = (found.out.double() - out).abs() / (1.5 * u * size + u * out.abs() + 2e-5)
+    error = (found.out.double() - out).abs() / ((1.5 * u + 2 * exp_error) * size + u * out.abs() + 2e-5)
     lonely = lse == -torch.inf
     assert found.lse[lonely].eq(-torch.inf).all(), "lse of rows without keys"
-    errors = torch.where(lonely, 0.0, found.lse.double() - lse).abs() / (3e-5 + 3e-7 * lse.abs().clamp(max=1e30))
+    errors = torch.where(lonely, 0.0, found.lse.double() - lse).abs() / (
+        3e-5 + exp_error + 3e-7 * lse.abs().clamp(max=1e30)
+    )
     worst = max(float(error.max()), float(errors[~lonely].max()) if (~lonely).any() else 0.0)
     assert worst <= 1.0, f"{worst:.2f} times the allowance"  # NaN fails too
     return worst

@@ -42,9 +42,10 @@ written.
 Column counts that are no power of two come in two parts (`ColumnParts`), 64 and 32 or 128 and 64. With pack_gqa, the
 rows of a tile are queries, each with all its heads (`device.pack_gqa`).
 
-To add a feature: scores -> forward_softmax.score_mod; which keys a row sees -> forward_softmax.apply_mask and
-device.forward_mask.AttentionMask; which key blocks a tile visits -> device.forward_mask.BlockInfo; where rows lie ->
-device.forward_mask.SeqlenInfo; a constant -> traits.ForwardTraits; a scalar -> device.forward_arguments.LaunchParams.
+To add a feature: scores -> forward_softmax.modify_tile and device.forward_hooks; which keys a row sees ->
+forward_softmax.apply_mask and device.forward_mask.AttentionMask; which key blocks a tile visits ->
+device.forward_mask.BlockInfo and BlockList; where rows lie -> device.forward_mask.SeqlenInfo; a constant ->
+traits.ForwardTraits; a scalar -> device.forward_arguments.LaunchParams.
 
 Sources: FlashAttention-4 (Dao-AILab/flash-attention, flash_attn/cute): roles, order of products, P in two pieces,
 conditional rescaling; FlashAttention-2 (arXiv 2307.08691), algorithm 1; online softmax (arXiv 1805.02867), algorithm 3.

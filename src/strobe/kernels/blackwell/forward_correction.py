@@ -97,7 +97,10 @@ class CorrectionWarps:
         sink = 0.0
         if traits.sinks:
             sink = load_sinks(outputs.sinks, head, exists, traits)
-        normalizer, lse = normalizer_of(row_max, row_sum, first >= stop, sink, traits)
+        is_empty = first >= stop
+        if traits.hides_beyond_mask:
+            is_empty = is_empty | (row_sum == 0)
+        normalizer, lse = normalizer_of(row_max, row_sum, is_empty, sink, traits)
         if traits.packed:  # NaN shows rows and keys beyond what the caller promised
             broken = breaks_promise(query, work.seqlen.seqlen_k, self.launch.window)
             normalizer = gl.where(broken, float("nan"), normalizer)

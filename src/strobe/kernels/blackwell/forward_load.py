@@ -46,8 +46,12 @@ class LoadWarp:
             if more:  # asked for now, needed after this tile: the counter's latency is hidden
                 upcoming = scheduler.advance(num_tiles, counter, traits)
             work = self.current_work(scheduler)
+            exists = work.is_valid
+            if traits.has_block_lists:
+                shape = self.launch.shape
+                exists = scheduler.tile_index < shape.batch * shape.heads * shape.num_m_blocks
             # the end is published here, too: behind the loop, that kept a lane's index in a register of all roles
-            if work.is_valid | (scheduler.tile_index >= num_tiles):
+            if exists | (scheduler.tile_index >= num_tiles):
                 state = self.load_work_tile(work.or_end(more), state)
             scheduler = upcoming
 
@@ -59,7 +63,10 @@ class LoadWarp:
         shape = ShapeParams(
             batch, shape.heads, shape.seqlen_q, shape.seqlen_k, shape.num_m_blocks, shape.l2_heads, 0, 0, 0
         )
-        launch = LaunchParams(launch.num_tiles, shape, opaque_window(launch.window), launch.softmax, None)
+        launch = LaunchParams(launch.num_tiles, shape, opaque_window(launch.window), launch.softmax, launch.hooks)
+        if self.traits.has_block_lists:  # which have no row for the tile behind the last, at which the loop ends
+            last = batch * shape.heads * shape.num_m_blocks - 1
+            scheduler = TileScheduler(scheduler.turn, gl.minimum(scheduler.tile_index, last), scheduler.row)
         return scheduler.get_current_work(self.cu_seqlens, None, launch, self.workspace.errors, self.traits)
 
     @gluon.jit

@@ -11,11 +11,12 @@ is exact.
 
 from ..device.conditional_rescaling import conditional_max
 from ..device.dialect import gl, gluon, record
-from ..device.forward_mask import AttentionMask
+from ..device.forward_hooks import ScoreMods, modify_scores
+from ..device.forward_mask import AttentionMask, KeyBlock
 from ..device.mask import hide_by_bits, interval_bits
 from ..device.pack_gqa import queries_of
 from ..device.pipeline import PipelineState
-from ..device.softmax import exp2_by_fma, tanh
+from ..device.softmax import exp2_by_fma
 from .forward_memory import CHUNK, ROWS, Pipelines, chunk_layout, opaque_window
 
 
@@ -43,16 +44,19 @@ class Quarters:
 
 
 @gluon.jit
-def score_mod(s_tile, softmax, traits: gl.constexpr):
-    """The hook for scores after Q K^T and before the mask; softcap for now.
+def modify_tile(s_tile, block, mods, softmax, traits: gl.constexpr):
+    """The hook for scores after Q K^T and before the mask: softcap, score_mod and mask_mod (`device.forward_hooks`).
 
-    It works in tensor memory, a quarter after the other: tanh of a whole row takes more registers than a thread has.
+    It works in tensor memory, a quarter after the other: a function of a whole row takes more registers than a thread
+    has.
     """
-    if traits.softcap:
+    if traits.softcap or traits.score_mod is not None or traits.mask_mod is not None:
         layout: gl.constexpr = chunk_layout(gl.float32)
         for i in gl.static_range(4):
             quarter = s_tile.slice(i * CHUNK, CHUNK)
-            quarter.store(tanh(quarter.load(layout) * softmax.softcap))
+            keys = KeyBlock(block.n_start + i * CHUNK, block.is_full, None, None)
+            s = modify_scores(quarter.load(layout), keys, mods, softmax, traits)
+            quarter.store(gl.convert_layout(s, layout))
 
 
 @gluon.jit
@@ -145,21 +149,24 @@ class SoftmaxWarps:
         m_start = work.m_start + self.t * traits.queries_per_consumer
         mask = AttentionMask.of_rows(m_start, work.seqlen, window, traits)
         blocks = work.blocks(self.launch, traits)
+        mods = None
+        if traits.has_mods:
+            mods = ScoreMods(work.entry(traits), work.head, m_start, 0, self.launch.hooks)
         softmax = SoftmaxState.start()
         for i in range(blocks.count):
-            softmax, state = self.mainloop_step(i, blocks, mask, softmax, state)
+            softmax, state = self.mainloop_step(i, blocks, mask, mods, softmax, state)
         stats_state = self.send_row_stats(softmax, state.stats)
         return SoftmaxRoleState(state.s, stats_state, state.work)
 
     @gluon.jit
-    def mainloop_step(self, i, blocks, mask, softmax, state):
+    def mainloop_step(self, i, blocks, mask, mods, softmax, state):
         """P = softmax(S) of the i-th block. P's first three quarters are handed to the MMA warp before the last."""
         traits: gl.constexpr = self.traits
         pipes, scale_log2 = self.pipes, self.launch.softmax.scale_log2
         s_state, stats_state = state.s, state.stats
         pipes.s.consumer_wait(s_state.at(self.t))
         s_state = s_state.advance()
-        s = self.load_scores(blocks.visit(i, traits), mask)
+        s = self.load_scores(blocks.visit(i, traits), mask, mods)
         row_max = softmax.new_max(s, self.launch.softmax, traits)
         base = gl.where(row_max == float("-inf"), 0.0, row_max)
         rescale = gl.exp2(softmax.row_max - base)
@@ -177,11 +184,11 @@ class SoftmaxWarps:
         return SoftmaxState(row_max, row_sum), SoftmaxRoleState(s_state, stats_state, state.work)
 
     @gluon.jit
-    def load_scores(self, block, mask):
+    def load_scores(self, block, mask, mods):
         """S[t] in registers, with -inf where a row does not see the key."""
         traits: gl.constexpr = self.traits
         s_tile = self.pipes.s.tiles.index(self.t)
-        score_mod(s_tile, self.launch.softmax, traits)
+        modify_tile(s_tile, block, mods, self.launch.softmax, traits)
         s = Quarters.load(s_tile)
         if traits.masks:
             if mask.is_partial(block, traits):

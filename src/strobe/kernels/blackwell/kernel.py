@@ -14,7 +14,10 @@ from torch import Tensor
 from ...problem.call import Call
 from ...problem.problem import Problem
 from ...problem.target import Target
+from ..device import mask_blocks
 from ..protocol import Backward, Buffer, Cost, Forward, Plan, against_mods, attention_cost, entries, fills_tiles
+from ..runtime.hook_constants import ListedBlocks
+from ..runtime.mod_function import against_texts, mod_functions
 from ..runtime.tma_requirements import (
     against_call,
     against_mask,
@@ -61,6 +64,11 @@ def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((widths for widths in TILE_CONFIGS if widths[0] >= head_dim and widths[1] >= head_dim_v), None)
 
 
+def listed_blocks(tuning: TileConfig) -> ListedBlocks:
+    """Sizes of the blocks in a call's lists. A tile's queries lie in one of them."""
+    return ListedBlocks(max(tuning.block_m, mask_blocks.BLOCK), tuning.block_n, True)
+
+
 def _needs_tensor_memory(target: Target) -> str:
     return f"needs tensor memory (sm_{', sm_'.join(map(str, CAPABILITIES))}); this target is {target.words}"
 
@@ -82,8 +90,10 @@ class BlackwellForward:
             return _needs_tensor_memory(target)
         if problem.batch_invariant:
             return "batch_invariant=True needs a decode kernel, which this family lacks"
+        if problem.mods is not None and problem.packed:
+            return "runs no functions over packed sequences"
         return (
-            against_mods(problem)
+            against_texts(problem)
             or _against_widths(problem)
             or against_call(problem)
             or against_mask(problem.mask)
@@ -95,7 +105,10 @@ class BlackwellForward:
         widths = tiled(problem.head_dim, problem.head_dim_v)
         if widths is None:
             raise ValueError(_against_widths(problem))
-        tuning = replace(TILE_CONFIGS[widths], pack_gqa=qheads_per_tile(problem, ROWS * STAGES_Q, ROWS))
+        lists = None if problem.mods is None else mask_blocks.sizes_of(problem)
+        tuning = TILE_CONFIGS[widths]
+        if lists is None or lists.heads == 1:  # a tile has one list
+            tuning = replace(tuning, pack_gqa=qheads_per_tile(problem, ROWS * STAGES_Q, ROWS))
         group = problem.group // tuning.pack_gqa
         even = fills_tiles(problem, tuning.block_n)
         uneven = problem.packed or problem.mask.left or problem.mask.right  # some tiles see fewer keys
@@ -106,11 +119,14 @@ class BlackwellForward:
         options = (bool(problem.softcap), problem.sinks, even, problem.packed, counted)
         degree = DEGREES[str(problem.dtype)]
         by_fma = BY_FMA.get((target.capability, widths, problem.mask.left or problem.mask.right), {}).get(degree, 0)
-        return ForwardConfig(
-            ForwardTraits(
-                tuning, *widths, group, problem.mask, *options, by_fma, degree, LOG2_OFFSETS[str(problem.dtype)]
-            )
+        traits = ForwardTraits(
+            tuning, *widths, group, problem.mask, *options, by_fma, degree, LOG2_OFFSETS[str(problem.dtype)]
         )
+        if problem.mods is not None:
+            score_mod, mask_mod = mod_functions(problem.mods)[:2]
+            listed = None if lists is None else listed_blocks(tuning)
+            traits = replace(traits, score_mod=score_mod, mask_mod=mask_mod, block_lists=listed)
+        return ForwardConfig(traits)
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ...problem.mask import MaskStructure
 from ...problem.target import KIB
 from ..runtime.compile_cache import Constants
+from ..runtime.hook_constants import HookConstants, ListedBlocks, function_key
 from ..runtime.tile_constants import ForwardTileConstants
 from ..runtime.tma_requirements import rows_per_query
 
@@ -54,7 +56,7 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
-class ForwardTraits(Constants, ForwardTileConstants):
+class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
     """Compile-time constants of the forward. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     tuning: TileConfig
@@ -72,12 +74,19 @@ class ForwardTraits(Constants, ForwardTileConstants):
     degree: int  # degree of their polynomial
     # p is at most 2^log2_offset with a new maximum, and 2^(log2_offset + rescale_threshold) with conditional rescaling
     log2_offset: float
+    # functions of the call (device.forward_hooks). Triton identifies a function by its name alone, so `functions` has
+    # keys of their text
+    score_mod: Any = None
+    mask_mod: Any = None
+    block_lists: ListedBlocks | None = None
+    functions: tuple[str | None, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "functions", tuple(function_key(fn) for fn in (self.score_mod, self.mask_mod)))
 
     # roles that read a work tile: mma, softmax of both query stages, correction, store
     consumers = 5
     # features of shared device functions (device.forward_scheduler, device.forward_mask) that this kernel lacks
-    has_block_lists = False
-    numbers_sequences = False
     first_block_first = False
     ends_with_last_row = False
 
@@ -89,6 +98,16 @@ class ForwardTraits(Constants, ForwardTileConstants):
     def key_ranges(self) -> bool:
         """The kernel takes no masks with key ranges."""
         return False
+
+    @property
+    def numbers_sequences(self) -> bool:
+        """No: published tiles have no word for it."""
+        return False
+
+    @property
+    def longest_tiles_first(self) -> bool:
+        """Not with block lists, which say themselves what a tile visits; sections of heads may have further tiles."""
+        return super().longest_tiles_first and not self.has_block_lists
 
     @property
     def rescale_threshold(self) -> float:
@@ -144,8 +163,13 @@ class ForwardConfig:
         )
         order = "tiles from a counter" if self.traits.counted else "tiles in turn"
         heads = f" of {t.pack_gqa} heads" if t.pack_gqa > 1 else ""
+        functions = "".join([
+            ", score_mod" * (self.traits.score_mod is not None),
+            ", mask_mod" * (self.traits.mask_mod is not None),
+            ", block lists" * self.traits.has_block_lists,
+        ])  # fmt: skip
         return (
             f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages}, {order}, shared "
             f"{self.traits.shared_bytes() / KIB:.0f} KiB, {self.traits.tensor_columns()} columns of tensor "
-            f"memory{by_fma}, registers {registers}; has not run on a Blackwell GPU"
+            f"memory{by_fma}, registers {registers}{functions}; has not run on a Blackwell GPU"
         )
