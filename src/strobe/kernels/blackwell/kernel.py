@@ -89,7 +89,7 @@ class BlackwellForward:
         if target.kind != "cuda" or target.capability not in CAPABILITIES:
             return _needs_tensor_memory(target)
         if problem.batch_invariant:
-            return "batch_invariant=True needs a decode kernel, which this family lacks"
+            return "batch_invariant=True needs a decode with the same bits, which this family lacks"
         if problem.mods is not None and problem.packed:
             return "runs no functions over packed sequences"
         return (
