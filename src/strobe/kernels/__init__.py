@@ -11,7 +11,7 @@ from importlib import import_module
 from .protocol import Kernel
 
 # Each family has a file kernel.py with FORWARD, BACKWARD, DECODE, PAGED and APPEND. It may lack some of them: blackwell
-# has no PAGED and no APPEND.
+# has no PAGED and no APPEND, and has BACKWARD_PAIR, a backward with pairs of CTAs that comes before BACKWARD.
 FAMILIES = ("blackwell", "hopper", "portable", "cpu")
 
 
@@ -22,11 +22,13 @@ def kernels(direction: str) -> tuple[Kernel, ...]:
     >>> [kernel.name for kernel in kernels("forward")]
     ['blackwell.forward', 'hopper.forward', 'portable.forward', 'cpu.forward']
     >>> [kernel.name for kernel in kernels("backward")]
-    ['blackwell.backward', 'hopper.backward', 'portable.backward', 'cpu.backward']
+    ['blackwell.backward_pair', 'blackwell.backward', 'hopper.backward', 'portable.backward', 'cpu.backward']
     >>> [kernel.name for kernel in kernels("decode")]
     ['blackwell.decode', 'hopper.decode', 'portable.decode', 'cpu.decode']
     >>> [kernel.name for kernel in kernels("paged")]
     ['hopper.paged', 'portable.paged', 'cpu.paged']
     """
-    found = (getattr(import_module(f"strobe.kernels.{family}.kernel"), direction.upper(), None) for family in FAMILIES)
-    return tuple(kernel for kernel in found if kernel is not None)
+    modules = [import_module(f"strobe.kernels.{family}.kernel") for family in FAMILIES]
+    names = f"{direction.upper()}_PAIR", direction.upper()
+    found = [getattr(module, name, None) for module in modules for name in names]
+    return tuple([kernel for kernel in found if kernel is not None])

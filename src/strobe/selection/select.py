@@ -119,11 +119,10 @@ def _not_asked_for(wanted: str, kernel: Kernel) -> str | None:
     """Why kernel= excludes this kernel; None if it does not.
 
     `wanted` is a family ("portable") or a kernel ("portable.forward"). A kernel's name does not restrict the other
-    direction.
+    direction. "backward_pair" is a backward.
     """
-    family, _, direction = wanted.partition(".")
-    own_family, _, own_direction = kernel.name.partition(".")
-    if not family or family == own_family or (direction and direction != own_direction):
+    direction, own_direction = (name.partition(".")[2].partition("_")[0] for name in (wanted, kernel.name))
+    if wanted in ("", kernel.name, kernel.name.partition(".")[0]) or (direction and direction != own_direction):
         return None
     return f'kernel="{wanted}" was asked for'
 

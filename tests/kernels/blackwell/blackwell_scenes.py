@@ -54,7 +54,7 @@ def backward_d64() -> tuple[Tensor, ...]:
     """Two heads of a group with two tiles of queries each: four steps for two stages of Q and one of dO. The keys end
     within the tile. `test_backward_barriers` mutates it.
     """
-    return _backward(Case("scene", 200, 100, head_dim=64, batch=1, heads=(2, 1)))
+    return run_backward(Case("scene", 200, 100, head_dim=64, batch=1, heads=(2, 1)))
 
 
 def backward_documents() -> tuple[Tensor, ...]:
@@ -62,21 +62,22 @@ def backward_documents() -> tuple[Tensor, ...]:
     sees. Two tiles of queries have rows of the first document alone, a third those of all.
     """
     mask = runs((300, 20, 20), (0, 1, 7), (60, 30, 60), (0, 5, 1))
-    return _backward(Case("scene", 340, 150, head_dim=64, batch=1, heads=(1, 1), mask=mask))
+    return run_backward(Case("scene", 340, 150, head_dim=64, batch=1, heads=(1, 1), mask=mask))
 
 
 def backward_d192_128() -> tuple[Tensor, ...]:
     """Products one after the other, one stage of Q, four steps."""
-    return _backward(Case("scene", 200, 100, head_dim=192, head_dim_v=128, batch=1, heads=(2, 1)))
+    return run_backward(Case("scene", 200, 100, head_dim=192, head_dim_v=128, batch=1, heads=(2, 1)))
 
 
 def backward_ordered() -> tuple[Tensor, ...]:
     """Two tiles of keys that add to dq in order."""
-    return _backward(Case("scene", 100, 200, head_dim=64, batch=1, heads=(1, 1)), deterministic=True)
+    return run_backward(Case("scene", 100, 200, head_dim=64, batch=1, heads=(1, 1)), deterministic=True)
 
 
-def _backward(case: Case, **options) -> tuple[Tensor, ...]:
-    call = case.build("cpu", torch.bfloat16, kernel="blackwell.backward")._replace(needs_grad=True, **options)
+def run_backward(case: Case, kernel: str = "blackwell.backward", **options) -> tuple[Tensor, ...]:
+    """Gradients of a case on one SM, or one pair of them, from the oracle's out and lse."""
+    call = case.build("cpu", torch.bfloat16, kernel=kernel)._replace(needs_grad=True, **options)
     out, lse = reference.forward(call)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     with posing(replace(B200, sm_count=1)):

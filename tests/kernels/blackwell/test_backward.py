@@ -74,7 +74,7 @@ CASES = {case.name: case for case in (*ON_EACH_COMMIT, *NIGHTLY)}
 
 
 def run_and_judge(judge, case: Case, dtype: torch.dtype, family: str, schedule: tuple[str, int]) -> None:
-    call = case.build("cpu", dtype, family, seed=5, requires_grad=True, kernel="blackwell")
+    call = case.build("cpu", dtype, family, seed=5, requires_grad=True, kernel="blackwell.backward")
     with on(B200, *schedule) as run:
         judge(call, family, 5)
     assert run.reports == [] and run.launches == ["forward_kernel"] * 2 + BACKWARD

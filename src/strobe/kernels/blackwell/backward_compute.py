@@ -19,7 +19,7 @@ from ..device.mask import apply_mask
 from ..device.pipeline import PipelineState
 from ..device.softmax import tanh
 from ..device.tma import ColumnParts, store_part
-from .backward_memory import HALF, ROWS, OutputMaps, Pipelines, compute_layout, rows_at
+from .backward_memory import HALF, ROWS, OutputMaps, compute_layout, rows_at
 from .backward_work import ProgramInputs, WorkTile, of_role
 from .forward_memory import opaque
 
@@ -36,13 +36,13 @@ class Halves:
     @gluon.jit
     def load(tile):
         """From tensor memory."""
-        layout: gl.constexpr = compute_layout(gl.float32)
+        layout: gl.constexpr = compute_layout(gl.float32, HALF, tile.shape[0])
         return Halves(tile.slice(0, HALF).load(layout), tile.slice(HALF, HALF).load(layout))
 
     @gluon.jit
     def store_tensor(self, tile):
         """To 16 bits in tensor memory."""
-        layout: gl.constexpr = compute_layout(tile.dtype)
+        layout: gl.constexpr = compute_layout(tile.dtype, HALF, tile.shape[0])
         tile.slice(0, HALF).store(gl.convert_layout(self.first.to(tile.dtype), layout))
         tile.slice(HALF, HALF).store(gl.convert_layout(self.second.to(tile.dtype), layout))
 
@@ -55,7 +55,7 @@ class Halves:
 
 @record
 class AttentionMask:
-    """The queries [first, stop) that see each key, counted from query 0: [ROWS] int32. In tiles of queries that begin
+    """The queries [first, stop) that see each key, counted from query 0: [keys] int32. In tiles of queries that begin
     before `whole_from` or after `whole_to`, some query does not see all keys of the work tile.
     """
 
@@ -67,8 +67,9 @@ class AttentionMask:
     @gluon.jit
     def of_tile(work, launch, traits: gl.constexpr):
         seqlen, window = work.seqlen, launch.window
-        key = work.n_start + gl.arange(0, ROWS, gl.SliceLayout(1, compute_layout(gl.float32)))
-        last_key = work.n_start + ROWS - 1
+        KEYS: gl.constexpr = traits.block_n
+        key = work.n_start + gl.arange(0, KEYS, gl.SliceLayout(1, compute_layout(gl.float32, HALF, KEYS)))
+        last_key = work.n_start + KEYS - 1
         shift = seqlen.seqlen_k - seqlen.seqlen_q
         first, stop = key * 0, key * 0 + seqlen.seqlen_q
         whole_from, whole_to = shift * 0, shift * 0 + ALL
@@ -138,7 +139,7 @@ class ComputeWarps:
 
     maps: OutputMaps
     inputs: ProgramInputs
-    pipes: Pipelines
+    pipes: Value  # Pipelines, or PairPipelines
     launch: gl.tuple  # LaunchParams
     traits: gl.constexpr
 
@@ -196,11 +197,16 @@ class ComputeWarps:
         ds = self.score_gradients(weights.slope, state)
         partition_barrier()  # both warpgroups have read dP
         ds.store_tensor(pipes.tensor.ds(traits))
-        ds.store_shared(pipes.ds.tiles)
+        if not traits.pair:
+            ds.store_shared(pipes.ds.tiles)
         fence_async_shared()  # dS before dQ reads it, and LSE and delta before TMA overwrites them
         pipes.q.consumer_release(state.q)
         pipes.do.consumer_release(state.do)
+        if traits.pair:  # dQ of the step before runs before dK, so dK waits no longer for this
+            pipes.acquire_exchange(state.step)
         pipes.ds.producer_commit(state.step)
+        if traits.pair:
+            pipes.send(ds.first, ds.second)
 
     @gluon.jit
     def probabilities(self, s, m_start, mask, state):
@@ -220,8 +226,8 @@ class ComputeWarps:
                     first = mask.apply_mask(s.first, float("-inf"), m_start, 0, traits)
                     s = Halves(first, mask.apply_mask(s.second, float("-inf"), m_start, HALF, traits))
             scale_log2 = self.launch.softmax.scale_log2
-            first = gl.exp2(s.first * scale_log2 - row_values(lse, 0)[None, :])
-            p = Halves(first, gl.exp2(s.second * scale_log2 - row_values(lse, HALF)[None, :]))
+            first = gl.exp2(s.first * scale_log2 - row_values(lse, 0, traits)[None, :])
+            p = Halves(first, gl.exp2(s.second * scale_log2 - row_values(lse, HALF, traits)[None, :]))
             return Weights(p, p)
 
     @gluon.jit
@@ -236,7 +242,7 @@ class ComputeWarps:
         if traits.masks and not traits.masks_p:
             if is_partial:
                 s = mask.apply_mask(s, float("-inf"), m_start, start, traits)
-        p = gl.exp2(s * softmax.scale_log2 - row_values(lse, start)[None, :])
+        p = gl.exp2(s * softmax.scale_log2 - row_values(lse, start, traits)[None, :])
         if traits.masks and traits.masks_p:
             if is_partial:
                 p = mask.apply_mask(p, 0.0, m_start, start, traits)
@@ -245,10 +251,12 @@ class ComputeWarps:
     @gluon.jit
     def score_gradients(self, slope, state):
         """dS = slope (dP - delta); `Weights` defines slope."""
-        layout: gl.constexpr = compute_layout(gl.float32)
-        dp, delta = self.pipes.tensor.dp(self.traits), self.pipes.do.stats.index(state.do.index)
-        first = slope.first * (dp.slice(0, HALF).load(layout) + row_values(delta, 0)[None, :])
-        return Halves(first, slope.second * (dp.slice(HALF, HALF).load(layout) + row_values(delta, HALF)[None, :]))
+        traits: gl.constexpr = self.traits
+        layout: gl.constexpr = compute_layout(gl.float32, HALF, traits.block_n)
+        dp, delta = self.pipes.tensor.dp(traits), self.pipes.do.stats.index(state.do.index)
+        first = slope.first * (dp.slice(0, HALF).load(layout) + row_values(delta, 0, traits)[None, :])
+        second = slope.second * (dp.slice(HALF, HALF).load(layout) + row_values(delta, HALF, traits)[None, :])
+        return Halves(first, second)
 
     # ------------------------------------------------ dV and dK
 
@@ -270,15 +278,24 @@ class ComputeWarps:
     @gluon.jit
     def store_zeros(self, work):
         """Zero gradients of keys that no query sees. The load warp may be loading the next K and V. TMA therefore
-        stores the zeros from the memory of dS, which the previous work tile's products have read.
+        stores the zeros from the memory of dS, which the previous work tile's products have read. A pair has one work
+        tile, and stores them from the memory of K and V, which are not loaded then.
         """
         traits: gl.constexpr = self.traits
         ds = self.pipes.ds.tiles
-        ds.store(gl.full([ROWS, ROWS], 0.0, ds.dtype, gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])))
+        if traits.pair:
+            store_tile_of_zeros(rows_at(self.pipes.kv.v, 0).main)
+            store_tile_of_zeros(rows_at(self.pipes.kv.k, 0).main)
+        else:
+            ds.store(gl.full([ROWS, ROWS], 0.0, ds.dtype, gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])))
         fence_async_shared()
         partition_barrier()
-        store_parts(self.maps.dv, self.dv_rows(work), work.n_start, parts_over(ds, self.maps.dv), traits)
-        store_parts(self.maps.dk, self.dk_rows(work), work.n_start, parts_over(ds, self.maps.dk), traits)
+        if traits.pair:
+            store_parts(self.maps.dv, self.dv_rows(work), work.n_start, self.pipes.kv.v.index(0), traits)
+            store_parts(self.maps.dk, self.dk_rows(work), work.n_start, self.pipes.kv.k.index(0), traits)
+        else:
+            store_parts(self.maps.dv, self.dv_rows(work), work.n_start, parts_over(ds, self.maps.dv), traits)
+            store_parts(self.maps.dk, self.dk_rows(work), work.n_start, parts_over(ds, self.maps.dk), traits)
         tma_store_wait(0)
 
     @gluon.jit
@@ -294,9 +311,9 @@ class ComputeWarps:
 
 
 @gluon.jit
-def row_values(stats, start: gl.constexpr):
+def row_values(stats, start: gl.constexpr, traits: gl.constexpr):
     """LSE or -delta of HALF queries, a value for each column of a tile [keys, queries]."""
-    return stats.slice(start, HALF).load(gl.SliceLayout(0, compute_layout(gl.float32)))
+    return stats.slice(start, HALF).load(gl.SliceLayout(0, compute_layout(gl.float32, HALF, traits.block_n)))
 
 
 @gluon.jit
@@ -308,10 +325,16 @@ def store_gradient(accumulator, tile, factor):
 
 
 @gluon.jit
+def store_tile_of_zeros(tile):
+    layout: gl.constexpr = compute_layout(gl.float32, tile.shape[1], tile.shape[0])
+    tile.store(gl.full(tile.shape, 0.0, tile.dtype, layout))
+
+
+@gluon.jit
 def store_columns(accumulator, tile, factor):
     """An accumulator times a factor into shared memory, at most HALF columns at a time."""
     WIDTH: gl.constexpr = min(accumulator.shape[1], HALF)
-    layout: gl.constexpr = compute_layout(gl.float32, WIDTH)
+    layout: gl.constexpr = compute_layout(gl.float32, WIDTH, accumulator.shape[0])
     for c in gl.static_range(accumulator.shape[1] // WIDTH):
         columns = accumulator.slice(c * WIDTH, WIDTH).load(layout) * factor
         tile.slice(c * WIDTH, WIDTH, dim=1).store(columns.to(tile.dtype))

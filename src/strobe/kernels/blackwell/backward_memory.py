@@ -6,6 +6,7 @@ from ..device.dialect import (
     gl,
     gluon,
     mbarrier,
+    pair_tile_layout,
     record,
     reinterpret,
     tma_load,
@@ -94,7 +95,7 @@ class TensorMemory:
     `BackwardTraits.columns` has the first column of each tile.
     """
 
-    columns: Value  # [ROWS, TENSOR_COLUMNS] float32
+    columns: Value  # [ROWS, TENSOR_COLUMNS] float32; [2 ROWS, TENSOR_COLUMNS] of a pair
     dtype: gl.constexpr  # of P and dS
 
     @gluon.jit
@@ -120,7 +121,11 @@ class TensorMemory:
     @gluon.jit
     def dq(self, traits: gl.constexpr):
         """dQ [queries, D]"""
-        return self.parts(traits.columns.dq, traits.main_d, traits.tail_d)
+        if traits.pair:
+            dq = self.columns.slice(traits.columns.dq, traits.block_d // 2)
+            return ColumnParts(reinterpret(dq, gl.float32, [ROWS, traits.block_d], dq_layout(traits.block_d)), None)
+        else:
+            return self.parts(traits.columns.dq, traits.main_d, traits.tail_d)
 
     @gluon.jit
     def dv(self, traits: gl.constexpr):
@@ -202,17 +207,33 @@ def rows_at(tiles, index):
 
 @gluon.jit
 def half_precision(columns, first: gl.constexpr, dtype: gl.constexpr):
-    """[ROWS, ROWS] of a 16-bit type over the 64 columns of tensor memory from `first` on. Triton 3.8 lays types over
+    """[keys, ROWS] of a 16-bit type over the 64 columns of tensor memory from `first` on. Triton 3.8 lays types over
     whole allocations alone.
     """
-    whole = reinterpret(columns, dtype, [ROWS, 2 * TENSOR_COLUMNS], tile_layout(TENSOR_COLUMNS))
+    whole = reinterpret(columns, dtype, [columns.shape[0], 2 * TENSOR_COLUMNS], columns.layout)
     return whole.slice(2 * first, ROWS)
 
 
 @gluon.constexpr_function
-def compute_layout(dtype, columns=64):
-    """Registers of eight warps for [ROWS, columns] of tensor memory: a thread holds half of a row."""
-    return tmem_reg_layout(dtype, (ROWS, columns), tile_layout(columns), 8)
+def compute_layout(dtype, columns=64, rows=128):
+    """Registers of eight warps for [rows, columns] of tensor memory: a thread holds half of a row. A pair of CTAs has
+    256 rows.
+    """
+    return tmem_reg_layout(dtype, (rows, columns), rows_layout(rows, columns), 8)
+
+
+@gluon.constexpr_function
+def rows_layout(rows, columns):
+    """Tensor memory of `rows` keys: of one CTA, or of a pair, of which each has ROWS."""
+    return tile_layout(columns) if rows == ROWS else pair_tile_layout(ROWS, columns)
+
+
+@gluon.constexpr_function
+def dq_layout(columns):
+    """Tensor memory of a pair's dQ [ROWS, columns]. Each CTA has half of the rows: 64 lanes hold the first half of the
+    columns, and 64 the second.
+    """
+    return pair_tile_layout(ROWS // 2, columns)
 
 
 @gluon.constexpr_function

@@ -11,6 +11,8 @@ from ..runtime.compile_cache import Constants
 from ..runtime.tile_constants import TileConstants
 from .traits import REGISTERS, ROWS, TENSOR_COLUMNS
 
+PAIR_BARRIERS = 23  # of each CTA
+
 
 @dataclass(frozen=True)
 class BackwardTileConfig:
@@ -53,9 +55,14 @@ class BackwardTraits(Constants, TileConstants):
     packed: bool
     deterministic: bool = False  # work tiles add to a tile of dQ in a fixed order (backward_work)
     reversed_sections: int = 0  # sections of heads whose deterministic programs start from the first keys
+    pair: bool = False  # two CTAs share a tile of keys (pair_backward)
 
     block_m = ROWS
-    block_n = ROWS
+
+    @property
+    def block_n(self) -> int:
+        """Keys per tile: the rows of one tensor memory, or of both of a pair."""
+        return 2 * ROWS if self.pair else ROWS
 
     @property
     def q_stages(self) -> int:
@@ -96,7 +103,9 @@ class BackwardTraits(Constants, TileConstants):
 
     @property
     def columns(self) -> TensorColumns:
-        """First columns. Serial: dP overlaps the half of S that P does not overlap, and dQ overlaps P and dP."""
+        """First columns. Serial: dP overlaps the half of S that P does not overlap, and dQ overlaps P and dP. Pair: dQ
+        has half as many columns and overlaps the half of S that P does not overlap.
+        """
         if self.serial:
             return TensorColumns(
                 s=TENSOR_COLUMNS - ROWS - ROWS // 2,
@@ -105,11 +114,16 @@ class BackwardTraits(Constants, TileConstants):
                 dk=self.block_dv,
                 dq=TENSOR_COLUMNS - self.block_d,
             )
-        return TensorColumns(s=0, dv=ROWS, dp=2 * ROWS, dk=3 * ROWS, dq=2 * ROWS)
+        return TensorColumns(s=0, dv=ROWS, dp=2 * ROWS, dk=3 * ROWS, dq=ROWS // 2 if self.pair else 2 * ROWS)
 
     def shared_bytes(self) -> int:
-        """K, V, dS, the stages of Q and dO in 2 bytes each, their LSE and delta in 4, and barriers."""
+        """K, V, dS, the stages of Q and dO in 2 bytes each, their LSE and delta in 4, and barriers. Pair: of one CTA,
+        which has half of K's columns, Q's and dO's rows and columns besides.
+        """
         t = self.tuning
+        if self.pair:
+            columns = 3 * self.block_d + 2 * self.block_dv + ROWS
+            return 2 * ROWS * columns + 4 * ROWS * (t.q_stages + t.do_stages) + 8 * PAIR_BARRIERS
         columns = (1 + t.q_stages) * self.block_d + (1 + t.do_stages) * self.block_dv + ROWS
         barriers = 1 + 2 * t.q_stages + 2 * t.do_stages + 7
         barriers += self.key_ranges + self.mask.documents * t.q_stages
@@ -128,9 +142,10 @@ class BackwardConfig:
         traits, t = self.traits, self.traits.tuning
         registers = ", ".join(f"{role} {count}" for role, count in t.registers_of().items())
         order = ", serial products" if traits.serial else ""
+        ctas = "a pair of CTAs" if traits.pair else "one CTA"
         adds = "vector atomics in order" if traits.deterministic else "vector atomics"
         return (
-            f"block_m={traits.block_m} block_n={traits.block_n} stages={t.q_stages}/{t.do_stages} one CTA{order}, dq "
+            f"block_m={traits.block_m} block_n={traits.block_n} stages={t.q_stages}/{t.do_stages} {ctas}{order}, dq "
             f"added by {adds}, shared {traits.shared_bytes() / KIB:.0f} KiB, {traits.tensor_columns()} columns of "
             f"tensor memory, registers {registers}; has not run on a Blackwell GPU"
         )

@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from ...problem.call import Call
+from ...problem.call import Call, Dense
 from ...problem.problem import Problem
 from ...problem.target import Target
 from ..device import mask_blocks
@@ -150,6 +150,7 @@ BACKWARD_TILE_CONFIGS = {
     (128, 128): BackwardTileConfig(),
     (192, 128): BackwardTileConfig(q_stages=1),
 }
+PAIR_TILE_CONFIG = BackwardTileConfig(q_stages=2, do_stages=2)  # stages of LSE and of delta: tiles have one
 # with dq added in order, because semaphores take registers of reduce: it spilled 16 bytes before, 0 now
 ORDERED_REGISTERS = 176, 40
 
@@ -248,4 +249,37 @@ def _against_functions(problem: Problem) -> str | None:
     return "drops no weights (dropout_p)" if problem.mods.dropout else against_mods(problem)
 
 
+class BlackwellBackwardPair(BlackwellBackward):
+    """The backward with a pair of CTAs, which share tiles of 256 keys."""
+
+    name = "blackwell.backward_pair"
+
+    def why_not(self, problem: Problem, target: Target) -> str | None:
+        return super().why_not(problem, target) or _against_pair(problem)
+
+    def config(self, problem: Problem, target: Target) -> BackwardConfig:
+        traits = super().config(problem, target).traits
+        even = fills_tiles(problem, 2 * ROWS)
+        return BackwardConfig(replace(traits, tuning=PAIR_TILE_CONFIG, even=even, pair=True))
+
+
+def _against_pair(problem: Problem) -> str | None:
+    """Why a pair of CTAs cannot run what one CTA can, or None."""
+    version = import_module("triton").__version__
+    if tuple(map(int, version.split(".")[:2])) < (3, 9):
+        return f"a pair of CTAs needs Triton 3.9; this is {version}"
+    if backward_tiled(problem) != (128, 128):
+        return (
+            f"a pair of CTAs has tiles for head dimensions 97 to 128; this is {problem.head_dim}/{problem.head_dim_v}"
+        )
+    if has_spans(problem.mask):
+        return "no prefixes, key lengths or documents with a pair of CTAs"
+    if _ordered(problem):
+        return "no deterministic gradients with a pair of CTAs"
+    if isinstance(problem.layout, Dense) and problem.layout.seqlen_k <= ROWS:
+        return f"one CTA holds all {problem.layout.seqlen_k} keys"
+    return None
+
+
 BACKWARD = BlackwellBackward()
+BACKWARD_PAIR = BlackwellBackwardPair()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from ...problem.call import Call
 from ...problem.problem import ALIGNMENT
 from ..device.dialect import TensorDescriptor, gl
 from ..device.persistent_launch import MOST_TILES, Launch, softmax_parameters
-from ..device.tma import addressable, descriptor
+from ..device.tma import DTYPES, addressable, descriptor
 from ..protocol import Backward, Plan, entries, strides_of
 from ..runtime import launcher
 from ..runtime.launch_cache import CACHE, backward_addresses
@@ -186,8 +187,14 @@ def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers) -> Lau
     softmax = SoftmaxParams(*softmax_parameters(problem), problem.scale)
     launch = LaunchParams(shape, WindowParams(call.left, call.right), softmax)
     programs = counted(plan, heads_kv * num_n_blocks)
+    options = {"num_warps": 4, "maxnreg": REGISTERS}
+    if traits.pair:
+        from .pair_backward import backward_pair_kernel  # it needs words of Triton 3.9
+
+        arguments = (*pair_descriptors(views, traits), pointers, launch, traits)
+        return Launch(backward_pair_kernel, programs, arguments, options | {"num_ctas": 2})
     arguments = (*descriptors(views, traits), pointers, launch, traits)
-    return Launch(backward.backward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": REGISTERS})
+    return Launch(backward.backward_kernel, programs, arguments, options)
 
 
 def section(heads: int, most: int) -> int:
@@ -214,6 +221,34 @@ def descriptors(views: Views, traits: Any) -> tuple[TensorDescriptor | None, ...
     main = [descriptor(tensor, rows, widths[0]) for tensor, rows, widths in tiles]
     tail = [descriptor(tensor, rows, widths[1]) if widths[1] else None for tensor, rows, widths in tiles]
     return (*main[:4], row_descriptor(views.stats, m), *main[4:], *tail)
+
+
+def pair_descriptors(views: Views, traits: Any) -> tuple[TensorDescriptor, ...]:
+    """As `backward_pair_kernel` takes them. A pair's CTAs divide the rows of a tile, or its columns."""
+    m, n, d, dv = traits.block_m, traits.block_n, traits.block_d, traits.block_dv
+    by_rows, by_columns = -2, -1
+    return (
+        divided(descriptor(views.q, m, d), by_rows),
+        divided(descriptor(views.q, m, d), by_columns),
+        divided(descriptor(views.k, n, d), by_rows),
+        divided(descriptor(views.k, n, d), by_columns),
+        divided(descriptor(views.v, n, dv), by_rows),
+        divided(descriptor(views.dout, m, dv), by_rows),
+        divided(descriptor(views.dout, m, dv), by_columns),
+        divided(row_descriptor(views.stats, m), None),
+        divided(descriptor(views.dk, n, d), by_rows),
+        divided(descriptor(views.dv, n, dv), by_rows),
+    )
+
+
+def divided(described: TensorDescriptor, dimension: int | None) -> TensorDescriptor:
+    """The same descriptor for a pair of CTAs, of which each gets half of a tile's `dimension`, or the whole tile."""
+    block, dtype = described.block_shape, DTYPES[str(described.base.dtype)]
+    basis = [0] * len(block)
+    if dimension is not None:
+        basis[dimension] = 1
+    layout: Any = gl.NVMMASharedLayout.get_default_for(block, dtype, cga_layout=[basis])
+    return replace(described, layout=layout)
 
 
 def row_descriptor(rows: Tensor, block: int) -> TensorDescriptor:

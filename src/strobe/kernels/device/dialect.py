@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language._semantic import GluonCallerContext
-from triton.experimental.gluon.language.nvidia import blackwell
+from triton.experimental.gluon.language.nvidia import blackwell, hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
@@ -47,11 +47,14 @@ __all__ = [
     "mma_v2",
     "named_barrier",
     "next_launch_may_start",
+    "pair_barriers",
+    "pair_tile_layout",
     "partition_barrier",
     "record",
     "reinterpret",
     "scale_rows",
     "stay_before",
+    "store_cluster",
     "tcgen05_commit",
     "tcgen05_mma",
     "tma_load",
@@ -182,6 +185,35 @@ else:
         gl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
+
+
+# ---------------------------------------------------------------- pairs of CTAs, since Triton 3.9
+# A kernel with num_ctas=2 is written once for both CTAs: a layout's `cga_layout` says which part of a tensor each has.
+
+store_cluster = getattr(hopper, "async_store", None)  # registers to shared memory of any CTA, completing its barrier
+
+
+@gluon.constexpr_function
+def pair_tile_layout(rows, columns):
+    """Tensor memory of a pair of CTAs, of which the first has the first `rows` rows, for products of both."""
+    return TensorMemoryLayout([rows, columns], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
+
+
+@gluon.jit
+def pair_barriers(count: gl.constexpr, arrivals: gl.constexpr, of_both: gl.constexpr):
+    """`count` mbarriers of `arrivals` arrivals. of_both: in the first CTA; each CTA arrives there so many times, and
+    the first alone waits. Otherwise each CTA has barriers of its own, and a commit completes those of both.
+    """
+    LAYOUT: gl.constexpr = _pair_barrier_layout(of_both)
+    barriers = gl.allocate_shared_memory(gl.int64, [count, 1 if of_both else 2], LAYOUT)
+    for i in gl.static_range(count):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
+
+
+@gluon.constexpr_function
+def _pair_barrier_layout(of_both):
+    return mbarrier.MBarrierLayout([[0]] if of_both else [[1]])
 
 
 @gluon.jit

@@ -1,0 +1,174 @@
+"""Pipelines of the Blackwell backward with a pair of CTAs. Barriers `of_both` are the first CTA's alone: each CTA
+arrives there, and the MMA warp of the first waits. A commit completes the other barriers in both CTAs.
+"""
+
+from ..device.dialect import (
+    Value,
+    allocate_tensor_memory,
+    gl,
+    gluon,
+    mbarrier,
+    pair_barriers,
+    pair_tile_layout,
+    record,
+    store_cluster,
+    tma_load,
+)
+from ..device.pipeline import Pipeline
+from ..device.tma import ColumnParts, allocate_tiles
+from .backward_memory import ROWS, TENSOR_COLUMNS, TensorMemory, load_parts
+
+BYTES: gl.constexpr = gl.constexpr(2 * 256 * 64)  # of dS that a CTA gets: all 256 keys, 64 queries, 16 bits
+
+
+@record
+class PairInputMaps:
+    """TMA descriptors of the inputs: ColumnParts, except `stats`. A tile's rows, or its columns, are divided between
+    the CTAs.
+    """
+
+    k: Value
+    v: Value
+    k_columns: Value
+    q: Value
+    q_columns: Value
+    do: Value
+    do_columns: Value
+    stats: Value  # LSE of all rows, then -delta of all
+
+
+@record
+class StatsPipeline:
+    """Two stages of LSE, or of -delta, in each CTA. They need no empty barriers: before the load warp loads step t + 2,
+    it has waited until dK of step t has read Q, and dK waits for compute, which has read LSE and delta by then.
+    """
+
+    stats: Value  # [2, ROWS] float32: LSE in log2 units, or -delta
+    full: Value
+
+    @gluon.jit
+    def create(desc):
+        return StatsPipeline(gl.allocate_shared_memory(gl.float32, [2, ROWS], desc.layout), pair_barriers(2, 1, False))
+
+    @gluon.jit
+    def producer_load(self, state, desc, stat):
+        full = self.full.index(state.index)
+        mbarrier.expect(full, 4 * ROWS)
+        tma_load(desc, [stat], full, self.stats.index(state.index))
+
+    @gluon.jit
+    def consumer_wait(self, state):
+        mbarrier.wait(self.full.index(state.index), state.phase)
+
+    @gluon.jit
+    def consumer_release(self, state):
+        """Nothing: see above."""
+
+
+@record
+class PairKeyTile:
+    """K and V of the pair's keys. At the end TMA stores dK and dV from the same memory."""
+
+    k: ColumnParts
+    v: ColumnParts
+    columns: ColumnParts  # K of all 256 keys, half of the columns in each CTA
+    full: Value
+
+
+@record
+class PairPipelines:
+    """Every pipeline of the kernel. `q` and `do` have two stages, the others one. Where a tile is in tensor memory, its
+    pipeline holds barriers alone, and `tensor` the tile.
+    """
+
+    tensor: TensorMemory
+    kv: PairKeyTile
+    q: StatsPipeline  # LSE
+    do: StatsPipeline  # -delta
+    q_rows: Pipeline
+    q_columns: Pipeline
+    do_rows: Pipeline
+    do_columns: Pipeline
+    s: Pipeline
+    p: Pipeline
+    dp: Pipeline
+    ds: Pipeline  # dS^T in tensor memory
+    exchange: Pipeline  # dS in shared memory: all keys, half of the queries in each CTA
+    landed: Value  # dS of both CTAs has landed in this CTA
+    dq: Pipeline
+    dkv: Pipeline  # dV and dK, at the end
+
+    @gluon.jit
+    def create(maps, traits: gl.constexpr):
+        dtype: gl.constexpr = maps.k.main.dtype
+        layout: gl.constexpr = pair_tile_layout(ROWS, TENSOR_COLUMNS)
+        columns = allocate_tensor_memory(gl.float32, [traits.block_n, TENSOR_COLUMNS], layout)
+        ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+            [traits.block_n, ROWS], dtype, cga_layout=[[0, 1]]
+        )
+        ds = gl.allocate_shared_memory(dtype, [1, traits.block_n, ROWS], ds_layout)
+        kv = PairKeyTile(
+            allocate_tiles(1, maps.k),
+            allocate_tiles(1, maps.v),
+            allocate_tiles(1, maps.k_columns),
+            pair_barriers(1, 1, True),
+        )
+        return PairPipelines(
+            TensorMemory(columns, dtype),
+            kv,
+            StatsPipeline.create(maps.stats),
+            StatsPipeline.create(maps.stats),
+            of_products(allocate_tiles(1, maps.q)),
+            of_products(allocate_tiles(1, maps.q_columns)),
+            of_products(allocate_tiles(1, maps.do)),
+            of_products(allocate_tiles(1, maps.do_columns)),
+            by_products(),
+            for_products(None),
+            by_products(),
+            for_products(None),
+            of_products(ds),
+            pair_barriers(1, 1, False),
+            Pipeline(None, pair_barriers(1, 1, False), pair_barriers(1, 1, True), False),
+            by_products(),
+        )
+
+    @gluon.jit
+    def acquire_exchange(self, state):
+        """Wait until dQ of the step before has read dS in both CTAs."""
+        self.exchange.producer_acquire(state)
+
+    @gluon.jit
+    def send(self, first, second):
+        """Store dS [keys, 64] of the first and of the second half of the queries in 16 bits, each half in the CTA that
+        multiplies it. The bytes complete that CTA's barrier `landed`.
+        """
+        tile = self.exchange.tiles.index(0)
+        both = gl.join(first.to(tile.dtype), second.to(tile.dtype)).permute((0, 2, 1))
+        store_cluster(tile, both.reshape(tile.shape), self.landed.index(0))
+
+
+@gluon.jit
+def of_products(tiles):
+    """Operands: both CTAs fill them before a product, whose commit empties them in both."""
+    return Pipeline(tiles, pair_barriers(1, 1, True), pair_barriers(1, 1, False), False)
+
+
+@gluon.jit
+def for_products(tiles):
+    """Operands in tensor memory, which another pipeline empties."""
+    return Pipeline(tiles, pair_barriers(1, 1, True), None, False)
+
+
+@gluon.jit
+def by_products():
+    """Results in tensor memory, which another pipeline empties."""
+    return Pipeline(None, pair_barriers(1, 1, False), None, False)
+
+
+@gluon.jit
+def load_tile(pipe, state, desc, rows, row, traits: gl.constexpr):
+    """Load a tile of which each CTA gets its part."""
+    pipe.producer_acquire(state)
+    full = pipe.full.index(0)
+    mbarrier.expect(full, desc.main.block_type.nbytes // 2)
+    load_parts(desc, rows, row, full, pipe.tiles.index(0), traits)

@@ -1,0 +1,146 @@
+"""The Blackwell backward with a pair of CTAs on the simulator, held against the oracle. It needs Triton 3.9."""
+
+from __future__ import annotations
+
+import re
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.kernels.blackwell.blackwell_scenes import B200
+from tests.kernels.blackwell.pair_cases import CASES, NIGHTLY, ON_EACH_COMMIT, PAIR, case, pair_of_a_group
+from tests.kernels.hopper.hopper_cases import DTYPES, SCHEDULES
+
+pytest.importorskip("triton", minversion="3.9")
+
+from strobe import reference
+from strobe.kernels.blackwell import pair_backward
+from strobe.kernels.blackwell.traits import TENSOR_COLUMNS
+from strobe.ops import attention as ops
+from strobe.problem.problem import Problem
+from strobe.selection.select import select
+from strobe.sim.machine import Machine
+from strobe.sim.semantics import Gluon
+from strobe.testing import FAMILIES, Case
+from tools.proof.simulate import on
+
+BACKWARD = ["preprocess_kernel", "backward_pair_kernel", "postprocess_kernel"]
+
+
+def run_and_judge(judge, case: Case, dtype: torch.dtype, family: str, schedule: tuple[str, int]) -> None:
+    call = case.build("cpu", dtype, family, seed=5, requires_grad=True, kernel=PAIR)
+    with on(B200, *schedule) as run:
+        judge(call, family, 5)
+    assert run.reports == [] and run.launches[-3:] == BACKWARD
+
+
+@pytest.mark.parametrize("name", [case.name for case in ON_EACH_COMMIT])
+def test_pair(name, judge):
+    """Schedules, dtypes and input families take turns."""
+    n = list(CASES).index(name)
+    run_and_judge(judge, CASES[name], DTYPES[n % 2], FAMILIES[n % len(FAMILIES)], SCHEDULES[n % len(SCHEDULES)])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
+def test_pair_with_every_input(name, family, judge):
+    for dtype in DTYPES:
+        for schedule in SCHEDULES:
+            run_and_judge(judge, CASES[name], dtype, family, schedule)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ("pct", "random"))
+def test_a_hundred_seeds(mode, judge):
+    for seed in range(50):
+        run_and_judge(judge, CASES["causal"], torch.bfloat16, "normal", (mode, seed))
+
+
+def test_timed_mode_finds_the_same_bits():
+    """One work tile, so that dQ is added in one order."""
+    call = case("timed", 200, 256).build("cpu", torch.bfloat16, kernel=PAIR)._replace(needs_grad=True)
+    out, lse = reference.forward(call)
+    given = (torch.ones_like(out).to(torch.bfloat16), out.to(torch.bfloat16), lse.float(), None)
+    found = []
+    for mode in ("eager", "timed"):
+        with on(B200, mode) as run:
+            found.append(ops.BACKWARD(*given, *call.arguments))
+        assert run.reports == [] and run.launches == BACKWARD
+    for eager, timed in zip(*found):
+        torch.testing.assert_close(eager, timed, rtol=0, atol=0)
+
+
+def test_gradients_of_lse_and_any_strides_of_dout():
+    """An expanded dout, whose strides TMA cannot address, is copied."""
+    call = case("dlse", 130, 290, heads=(2, 1)).build("cpu", torch.bfloat16)._replace(needs_grad=True)
+    out, lse = reference.forward(call)
+    generator = torch.Generator().manual_seed(3)
+    dlse = torch.randn(lse.shape, generator=generator)
+    dout = torch.randn(out.shape, generator=generator).to(torch.bfloat16)[..., :1].expand(out.shape)
+    given = (dout, out.to(torch.bfloat16), lse.float(), dlse)
+    expected = ops.BACKWARD(*given, *call._replace(kernel="cpu").arguments)
+    with on(B200) as run:
+        found = ops.BACKWARD(*given, *call._replace(kernel=PAIR).arguments)
+    assert run.reports == [] and run.launches == BACKWARD
+    for gradient, wanted in zip(found[:3], expected[:3]):
+        torch.testing.assert_close(gradient.float(), wanted.float(), atol=3e-2, rtol=3e-2)
+
+
+# ---------------------------------------------------------------- barriers
+
+
+def _table() -> dict[str, tuple[str, int]]:
+    """{barrier: (where it is, arrivals)} of the table at the top of pair_backward.py."""
+    lines = (pair_backward.__doc__ or "").split("Barriers  ")[1].split("\n\n")[0].splitlines()[1:]
+    found = [re.match(r"    (\w+)(?:\[\w\])? +(first|each) +(\d)", line) for line in lines]
+    return {match[1]: (match[2], int(match[3])) for match in found if match}
+
+
+def test_the_table_names_each_barrier_its_place_and_its_arrivals():
+    """A barrier in the first CTA takes arrivals of two."""
+    counts: dict[int, int] = {}
+    seen: dict[int, tuple[str, str]] = {}
+    init, specialize = Machine.init_barrier, Gluon.warp_specialize
+
+    def noted_init(self, address, name, count):
+        counts[address] = count
+        init(self, address, name, count)
+
+    def noted(self, functions_and_args, *rest):
+        arguments = dict(zip(functions_and_args[0][0].arg_names, functions_and_args[0][1]))
+        for pipe, fields in vars(arguments["pipes"]).items():
+            for field in ("full", "empty", ""):
+                barriers = getattr(fields, field, None) if field else fields
+                if getattr(barriers, "handle", None) is None or barriers.dtype.name != "int64":
+                    continue
+                first, apart = barriers.handle.address, barriers.handle.view.strides[0]
+                place = "first" if barriers.shape[1] == 1 else "each"
+                for n in range(barriers.shape[0]):
+                    seen[first + n * apart] = f"{pipe}_{field}".rstrip("_"), place
+        return specialize(self, functions_and_args, *rest)
+
+    with patch.object(Machine, "init_barrier", noted_init), patch.object(Gluon, "warp_specialize", noted), on(B200):
+        pair_of_a_group()
+    assert set(counts) <= set(seen), "a barrier that no pipeline holds"
+    made = {seen[address][0]: (seen[address][1], count) for address, count in counts.items()}
+    assert made == {name: (place, n * (2 if place == "first" else 1)) for name, (place, n) in _table().items()}
+
+
+# ---------------------------------------------------------------- what selection says
+
+
+def _choice(case: Case, **options):
+    call = case.build("cpu", torch.bfloat16, requires_grad=True)._replace(**options)
+    return select(Problem.from_call(call), B200)
+
+
+def test_tiles_fit_the_memories():
+    traits = _choice(CASES["causal"], kernel=PAIR).backward.config.traits
+    assert (traits.block_m, traits.block_n) == (128, 256)
+    assert traits.shared_bytes() <= B200.shared_bytes and traits.tensor_columns() <= TENSOR_COLUMNS
+
+
+def test_cases_of_both_parts_are_named_once():
+    assert len(CASES) == len(ON_EACH_COMMIT) + len(NIGHTLY)
