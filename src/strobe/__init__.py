@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .cli import help_request
 
 if TYPE_CHECKING or not help_request.alone(getattr(sys, "argv", []), sys.orig_argv):
+    from . import distributed as distributed
     from .errors import InvalidProblem, KernelFault, UnsupportedProblem
     from .interface.attention import (
         attention,

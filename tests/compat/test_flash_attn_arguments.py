@@ -376,6 +376,12 @@ def test_no_argument_is_ignored(name, argument):
         function(**given | {argument: value})
 
 
+def test_slopes_of_other_heads_are_named():
+    q = torch.randn(1, 4, 2, 16)
+    with pytest.raises(strobe.InvalidProblem, match=r"^alibi_slopes: got a tensor of shape"):
+        fa2.flash_attn_func(q, q, q, alibi_slopes=torch.ones(1))
+
+
 def test_the_private_functions_refuse_too():
     q = _random(1, 4, 2, 16)
     for dropout, slopes, weights in ((0.1, None, False), (0.0, torch.ones(2), False), (0.0, None, True)):

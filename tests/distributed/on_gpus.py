@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,7 @@ def _functions(began: float) -> list[tuple]:
     for way in ("keys", "heads"):
         plan = context_parallel(**WAYS[way]).plan(strobe.causal(), seqlen=EVEN, heads_q=HEADS, heads_kv=HEADS_KV)
         local = [plan.shard(t) for t in whole]
-        options = {"dropout_p": p, "dropout_seed": 7, "context_parallel": plan}
+        options: dict[str, Any] = {"dropout_p": p, "dropout_seed": 7, "context_parallel": plan}
         found = _whole(plan, _step(local, sinks, **options))
         exact = [_eager([t.to(kind) for t in whole], sinks.to(kind), hidden, keep) for kind in KINDS]
         failed += _say_ratios(began, ("dropout", way), _ratios(found, *exact))
@@ -132,7 +132,7 @@ def _functions(began: float) -> list[tuple]:
     )
     local = [plan.shard(t) for t in packed]
     leaves = [t.detach().requires_grad_() for t in (*local[:3], sinks)]
-    options = {"cu_seqlens_q": offsets, "score_mod": strobe.alibi(slopes), "context_parallel": plan}
+    options: dict[str, Any] = {"cu_seqlens_q": offsets, "score_mod": strobe.alibi(slopes), "context_parallel": plan}
     out = strobe.attention_varlen(*(t[0] for t in leaves[:3]), sinks=leaves[3], **options)[None]
     found = _whole(plan, (out.detach(), *torch.autograd.grad(out, leaves, local[3])))
     exact = [_eager([t.to(kind) for t in packed], sinks.to(kind), hidden, 1.0, bias) for kind in KINDS]
@@ -235,7 +235,7 @@ def _torch_ring(world: int) -> list[tuple[str, str]]:
     return [] if served and max(errors) < 0.02 else [("causal", "torch's ring")]
 
 
-def _eager(tensors, sinks, hidden, keep=1.0, bias=0.0):
+def _eager(tensors, sinks, hidden, keep: float | torch.Tensor = 1.0, bias: float | torch.Tensor = 0.0):
     """keep: factors of weights. bias: added to scores."""
     q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
     sinks = sinks.detach().requires_grad_()

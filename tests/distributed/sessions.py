@@ -183,12 +183,14 @@ def _given(found: Found) -> None:
     """Rows that the caller deals: uneven, several intervals a rank, and none for the last rank."""
     world = dist.get_world_size()
     edges = [0, 3, 4, 11, 12, 30, 33, SEQLEN]
-    held: list[list] = [[] for _ in range(world)]
+    held: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     for number, run in enumerate(pairwise(edges)):
         held[number % max(1, world - 1)].append(run)
     for index, (scheme, name) in enumerate((s, m) for s in ("keys", "heads") for m in ("causal", "all", "window both")):
         mask, tensors = divided.MASKS[name](), divided.inputs(SEQLEN, 3, index)
-        plan = context_parallel(scheme=scheme).plan(mask, seqlen=SEQLEN, heads_q=HEADS, heads_kv=3, rows=held)
+        plan = context_parallel(scheme=scheme).plan(
+            mask, seqlen=SEQLEN, heads_q=HEADS, heads_kv=3, rows=[tuple(runs) for runs in held]
+        )
         found[f"given: {scheme}, {name}, positions"] = float(
             plan.local_rows - sum(b - a for a, b in held[dist.get_rank()])
         )
@@ -311,7 +313,8 @@ def losses(plan: Plan | None) -> list[float]:
 
 def _trained(found: Found) -> None:
     by_heads = [("heads", {})] if 4 % dist.get_world_size() == 0 else []
-    for way, settings in (("keys", {}), ("keys", {"overlap": True}), *by_heads):
+    ways: list[tuple[str, dict[str, Any]]] = [("keys", {}), ("keys", {"overlap": True}), *by_heads]
+    for way, settings in ways:
         plan = context_parallel(scheme=way, **settings).plan(strobe.causal(), seqlen=LENGTH, heads_q=4)
         found[f"trained: {way} {settings}"] = losses(plan)
 
@@ -323,7 +326,7 @@ def _recomputed(found: Found) -> None:
         plan = context_parallel(scheme=scheme).plan(strobe.causal(), seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
         local = [*(plan.shard(t).requires_grad_() for t in tensors[:3]), tensors[3].clone().requires_grad_()]
         for name, options in {"plan": {}, "window": {"causal": True, "window": (5, None)}}.items():
-            call = lambda q, k, v, sinks, plan=plan, options=options: strobe.attention(
+            call: Any = lambda q, k, v, sinks, plan=plan, options=options: strobe.attention(
                 q * 1.5, k, v, sinks=sinks, context_parallel=plan, **options
             )
             expected = torch.autograd.grad(call(*local).square().sum(), local)

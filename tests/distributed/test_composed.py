@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import strobe
@@ -106,7 +107,7 @@ def _tensor_parallel(rank: int, folder: str, scheme: str) -> None:
 
     def add_up() -> None:  # over cp; over tp each rank needs the gradients of its own heads alone
         for weight in model.parameters():
-            gradient = weight.grad.to_local() if hasattr(weight.grad, "to_local") else weight.grad
+            gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
             dist.all_reduce(gradient, group=mesh["cp"].get_group())
 
     found = _losses(model, plan, add_up, heads=heads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import strobe
 from strobe.distributed import context_parallel
@@ -89,7 +90,7 @@ def test_groups_and_meshes(found):
 
 @pytest.mark.parametrize("rows", [[[(0, 3)]], [[(0, 4)], []], [[(0, 5)]], [[(2, 4), (0, 2)]], [[(0, 3), (2, 4)]]])
 def test_rows_that_are_no_division_are_refused(rows):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(strobe.InvalidProblem, match="rows: got"):
             context_parallel().plan(seqlen=4, heads_q=2, rows=rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def _attended(name, tensors, **options):
     table = _table()
     leaves = [t.detach().requires_grad_() for t in (*qkv, sinks)] + [table]
     if name in PACKED:
-        more = {"sinks": leaves[3], "cu_seqlens_q": OFFSETS, **PACKED[name](table), **options}
+        more: dict[str, Any] = {"sinks": leaves[3], "cu_seqlens_q": OFFSETS, **PACKED[name](table), **options}
         out = strobe.attention_varlen(*(t[0] for t in leaves[:3]), **more)[None]
     else:
         out = strobe.attention(*leaves[:3], sinks=leaves[3], **CASES[name](table), **options)
@@ -116,7 +117,7 @@ def _process(rank: int, folder: str) -> None:
                 dist.all_reduce(gradient)
             found[way, name] = [*map(plan.unshard, results[:4]), *results[4:]]
         for name in PACKED:
-            sizes = {"seqlen": SEQLEN, "heads_q": HEADS, "heads_kv": HEADS_KV}
+            sizes: dict[str, Any] = {"seqlen": SEQLEN, "heads_q": HEADS, "heads_kv": HEADS_KV}
             plan = context_parallel(**settings).plan_varlen(OFFSETS, **sizes)
             *whole, sinks = _inputs(1)
             results = _attended(name, [*map(plan.shard, whole), sinks], context_parallel=plan)

@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import strobe
 import strobe.distributed.ring_flash_attn as ring
@@ -89,7 +90,7 @@ def test_two_processes_give_what_one_gives(name, parts):
 
 @pytest.fixture
 def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -116,6 +117,15 @@ def test_heads_that_do_not_group_are_refused_by_llama3(heads, alone):
     *lengths, keys = ring.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 8], dtype=torch.int32), True, 0, 1)
     with pytest.raises(strobe.InvalidProblem, match=f"got {heads[0] if heads[0] % 2 else heads[2]} heads"):
         ring.llama3_flash_attn_varlen_func(q, k, v, *lengths, heads_k_stride=1, local_k_slice=keys)
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 0, 0]])
+def test_llama3_takes_no_rows(offsets, alone):
+    q = torch.randn(0, 2, 16)
+    *lengths, keys = ring.llama3_flash_attn_prepare_cu_seqlens(torch.tensor(offsets, dtype=torch.int32), True, 0, 1)
+    assert [lengths[0].tolist(), lengths[1].tolist(), *lengths[2:], keys] == [[0], [0], 0, 0, slice(0, 0)]
+    out = ring.llama3_flash_attn_varlen_func(q, q, q, *lengths, heads_k_stride=1, local_k_slice=keys, causal=True)
+    assert out.shape == q.shape
 
 
 @pytest.mark.parametrize("offsets", [[0, 5, 3, 8], [1, 3, 8], []])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from tests.distributed.sessions import abandoned, losses, steps
 from tests.processes import together
@@ -55,7 +56,9 @@ def test_more_processes_train_as_one(world, tmp_path: Path):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_rank_that_dies_ends_the_others_with_an_error(world, tmp_path: Path):
     arguments = str(tmp_path), str(tmp_path / "store"), world
-    processes = multiprocessing.spawn(abandoned, args=arguments, nprocs=world, join=False).processes
+    context = spawn(abandoned, args=arguments, nprocs=world, join=False)
+    assert context is not None
+    processes: list[Any] = list(context.processes)
     for process in processes:
         process.join(120)
     for rank in {*range(world)} - {1}:

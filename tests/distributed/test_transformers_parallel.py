@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import strobe
 import strobe.integrations.transformers
@@ -26,7 +28,7 @@ def model(kind: str):
     import transformers
 
     strobe.integrations.transformers.register()
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 17,
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -110,7 +112,7 @@ def test_a_model_trains_as_in_one_process(kind, found):
 
 @pytest.fixture
 def plan():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield strobe.distributed.context_parallel().plan(strobe.causal(), seqlen=4, heads_q=4, heads_kv=2)
     dist.destroy_process_group()
 
@@ -121,5 +123,6 @@ def test_what_local_rows_cannot_tell_is_refused(plan):
         made(ids, attention_mask=torch.ones(1, 4, dtype=torch.long), use_cache=False)
         with pytest.raises(strobe.UnsupportedProblem, match="attention_mask"):
             made(ids, attention_mask=torch.tensor([[1, 1, 1, 0]]), use_cache=False)
-    with pytest.raises(TypeError, match="plan"), strobe.integrations.transformers.context_parallel("keys"):
+    wrong: Any = "keys"
+    with pytest.raises(TypeError, match="plan"), strobe.integrations.transformers.context_parallel(wrong):
         pass

@@ -49,6 +49,26 @@ def test_a_bare_function_is_compiled_into_one_graph_with_gradients():
         assert torch.equal(one, other)
 
 
+class Settings:
+    weight, is_raised = 1.0, True
+
+
+def _set(score, b, h, q_idx, kv_idx):
+    return score + Settings.weight * kv_idx if Settings.is_raised else score - kv_idx
+
+
+def test_a_graph_sees_attributes_of_a_class_as_they_are_now(monkeypatch):
+    tensors = _tensors(False)
+    torch.compiler.reset()
+    run = lambda q, k, v: strobe.attention(q, k, v, score_mod=_set)
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    for name, value in (("weight", 1.0), ("weight", 2.0), ("is_raised", False), ("weight", 3.0), ("is_raised", True)):
+        monkeypatch.setattr(Settings, name, value)
+        weight = Settings.weight if Settings.is_raised else -1.0
+        exact = strobe.attention(*tensors, score_mod=lambda s, b, h, q, k, weight=weight: s + weight * k)
+        torch.testing.assert_close(compiled(*tensors), exact)
+
+
 def test_a_graph_sees_captured_tensors_and_numbers_as_they_are_now():
     tensors, backend = _tensors(False), Counted()
     torch.compiler.reset()

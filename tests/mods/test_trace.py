@@ -65,6 +65,19 @@ def test_attention_with_a_number_that_changes_decides_twice():
         )
 
 
+def test_an_integer_of_more_than_32_bits_is_refused():
+    scaled = lambda number: strobe.score_mod(lambda s, b, h, q, k: s + number * k)
+    with pytest.raises(strobe.UnsupportedProblem, match=r"holds the integer 4294967296, .* float"):
+        strobe.score_mod(lambda s, b, h, q, k: s + 2**32 * k)
+    scaled(1), scaled(2)  # now the number is an argument
+    with pytest.raises(
+        strobe.InvalidProblem, match=r"score_mod: got 4294967296, expected .* 32 bits; write it as a float"
+    ):
+        scaled(2**32)
+    ids = torch.tensor([2**40, 1])
+    assert strobe.mask_mod(lambda b, h, q, k: ids[k] == 2**40).dense(1, 2).tolist() == [[[True, False]]]
+
+
 def test_a_number_whose_value_is_read_stays_a_constant():
     def repeated(count):
         def score_mod(score, b, h, q_idx, kv_idx):
@@ -210,6 +223,15 @@ def test_masks_of_batch_entries_combine():
         (lambda: strobe.relative_bias(torch.zeros(4, 4)), strobe.InvalidProblem, "odd"),
         (lambda: strobe.bias(torch.zeros(4, 4, dtype=torch.int32)), strobe.InvalidProblem, "floating"),
         (lambda: strobe.mask_mod(lambda b, h, q, k: h > 0).dense(4, 4), strobe.InvalidProblem, "heads="),
+        (lambda: strobe.mask_mod(lambda b, h, q, k: (q - k) * 1.0), strobe.InvalidProblem, "torch.float32.*score_mod="),
+        (lambda: strobe.mask_mod(lambda b, h, q, k: q - k), strobe.InvalidProblem, "returns torch.int32.*compare"),
+        (lambda: strobe.mask_mod(lambda b, h, q, k: None), strobe.InvalidProblem, "returns NoneType"),
+        (lambda: strobe.mask_mod(lambda b, h, q, k: 0), strobe.InvalidProblem, "returns int"),
+        (lambda: strobe.score_mod(lambda s, b, h, q, k: (s, s)), strobe.InvalidProblem, "returns tuple"),
+        (lambda: strobe.score_mod(lambda s, b, h, q, k: q >= k), strobe.InvalidProblem, "torch.bool.*strobe.mask_mod"),
+        (lambda: strobe.score_mod(strobe.alibi), strobe.InvalidProblem, r"call it: strobe.alibi\(slopes\)"),
+        (lambda: strobe.score_mod(torch.zeros(4, 4)), TypeError, r"strobe.bias\(tensor\)"),
+        (lambda: strobe.score_mod(strobe.causal()), TypeError, "give it to mask="),
     ),
 )
 def test_wrong_arguments_have_four_parts(wrong, error, words):

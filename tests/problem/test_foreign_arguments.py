@@ -36,6 +36,7 @@ REMEDIES = {
     "softmax_scale": (0.1, "scale="),
     "window_size": ((4, 0), "window=(left, right)"),
     "return_lse": (True, "strobe.partial_attention"),
+    "sinks": (torch.zeros(4), "strobe.with_sinks(partial, sinks)"),
 }
 
 
@@ -54,7 +55,8 @@ def test_a_foreign_keyword_names_what_to_use(function, name):
 
 @pytest.mark.parametrize("name", _INSTEAD)
 def test_what_says_nothing_is_refused_too(name):
-    function = strobe.partial_attention if name == "dropout_p" else strobe.attention
+    is_own = name in inspect.signature(strobe.attention).parameters
+    function = strobe.partial_attention if is_own else strobe.attention
     with pytest.raises(TypeError, match=f"^{name}: got NoneType, expected .+; .+"):
         CALLS[function](**{name: None})
 
@@ -63,7 +65,7 @@ def test_no_remedy_names_an_argument_or_a_function_that_is_not_there():
     said = " ".join(" ".join(words) for words in _INSTEAD.values())
     assert set(re.findall(r"\b(\w+)=", said)) <= set(inspect.signature(strobe.attention).parameters)
     assert set(re.findall(r"\bstrobe\.(\w+)", said)) <= set(strobe.__all__)
-    assert not set(_INSTEAD) & set(inspect.signature(strobe.attention).parameters) - {"dropout_p"}
+    assert not set(_INSTEAD) & set(inspect.signature(strobe.partial_attention).parameters)
 
 
 def test_any_other_is_what_python_says_and_a_near_miss_is_named():
@@ -79,13 +81,15 @@ def test_any_other_is_what_python_says_and_a_near_miss_is_named():
     [
         (lambda b, h, i, j: i >= j, "got function, expected a strobe.Mask; wrap it: strobe.mask_mod"),
         (strobe.causal, r"got function, expected a strobe.Mask; call it: strobe.causal\("),
-        (torch.ones(5, 7), "got Tensor, expected a strobe.Mask; no mask is read element by element"),
+        (torch.ones(5, 7), r"got Tensor, expected a strobe.Mask; give numbers .* score_mod=strobe.bias\(tensor\)"),
+        (torch.ones(5, 7) > 0, r"got Tensor, expected a strobe.Mask; give mask=strobe.mask_mod\(tensor\)"),
+        ([strobe.causal()], r"got list, expected a strobe.Mask; combine masks by &"),
         ("causal", "got str, expected a strobe.Mask; give causal=True"),
         (True, "got bool, expected a strobe.Mask; give causal=True"),
     ],
-    ids=["lambda", "maker", "tensor", "str", "bool"],
+    ids=["lambda", "maker", "numbers", "bools", "list", "str", "bool"],
 )
 def test_a_mask_that_is_none_of_ours(mask, words, causal):
     with pytest.raises(TypeError, match=f"^mask: {words}") as raised:
         strobe.attention(Q, K, K, mask=mask, causal=causal)
-    assert "strobe.documents()" in str(raised.value) or mask is strobe.causal or "strobe.mask_mod" in str(raised.value)
+    assert any(f"strobe.{name}(" in str(raised.value) for name in ("documents", "causal", "mask_mod"))

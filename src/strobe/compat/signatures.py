@@ -200,6 +200,7 @@ THEIRS = {
     "window left": "window_size",
     "window right": "window_size",
     "sinks": "learnable_sink",
+    "score_mod": "alibi_slopes",
 }
 
 

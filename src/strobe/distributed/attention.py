@@ -26,7 +26,7 @@ def attend_plan(call: Call, plan: Plan, mask: Mask | None, functions: Functions 
     call, whole = in_autocasts_dtype(call), plan.mask if mask is None else mask
     if functions.are_any or isinstance(whole, MaskMod):
         plan = plan.for_mask(builtin_part(whole))
-        mods = ops_mods.bind(call, functions.score, whole).mods
+        mods = ops_mods.bind(call, functions.score, whole, is_part=True).mods
         agree(call, plan, f"{mods and mods.texts}{described(functions.dropout, call.q.is_cuda)}")
         return attend_mods(call, plan, whole, functions.shared(plan, call.q.device))
     if mask is not None:

@@ -145,7 +145,7 @@ def attend_mods(call: Call, plan: Plan, mask: Mask | None, functions: Functions)
         out = _over_keys(call._replace(q=q, k=k, v=v, sinks=sinks), plan, mask, functions, head)
     else:
         inner = call._replace(q=q, k=k, v=v, sinks=sinks).with_mask(plan.mask)
-        bound = ops_mods.bind(inner, functions.score, mask, functions.dropout)
+        bound = ops_mods.bind(inner, functions.score, mask, functions.dropout, is_part=True)
         out = ops_mods.run(_placed(bound, (head, 0, 0), plan, functions.sequences))[0]
     return LeaveHeads.apply(plan, out) if plan.heads_size > 1 else out
 
@@ -161,7 +161,7 @@ def _over_keys(call: Call, plan: Plan, mask: Mask | None, functions: Functions, 
             q=q[:, rows], k=k[:, keys], v=v[:, keys], sinks=call.sinks if rows_once else None, partial=not rows_once
         )
         part = part.with_mask(mask_of(piece, plan.mask))
-        bound = ops_mods.bind(part, functions.score, mask, functions.dropout)
+        bound = ops_mods.bind(part, functions.score, mask, functions.dropout, is_part=True)
         placed = _placed(bound, (head, piece.rows[0], piece.keys[0]), plan, functions.sequences)
         found.append((rows, ops_mods.run(placed)[:2]))
     if not found:  # zeros that depend on the tensors: the backward of each rank must exchange gradients

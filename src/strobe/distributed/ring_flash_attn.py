@@ -129,7 +129,8 @@ def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank:
     keys = [stop - start for start, stop in seen]
     lengths = (torch.tensor([0, *accumulate(part)], dtype=torch.int32) for part in (rows, keys))
     cu_q, cu_k = (one.to(cu_seqlens.device) for one in lengths)
-    return cu_q, cu_k, max(rows), max(keys), slice(seen[0][0], seen[-1][1])
+    held = slice(seen[0][0], seen[-1][1]) if seen else slice(0, 0)
+    return cu_q, cu_k, max(rows, default=0), max(keys, default=0), held
 
 
 def llama3_flash_attn_varlen_func(

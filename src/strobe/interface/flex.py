@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InvalidProblem
+from ..errors import InvalidProblem, wrong_type
 from ..mods.mask import mask_mod
 from ..mods.score import ScoreMod
 from ..ops import mods as ops_mods
@@ -44,12 +44,23 @@ def flex_attention(
     Needs no torch.compile. Returns what torch returns: out [B, H, S, D], (out, lse) or (out, AuxOutput).
     Raises InvalidProblem, TypeError or UnsupportedProblem, as `attention` does.
     """
-    if not enable_gqa and query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise wrong_type(name, tensor, "a tensor [B, H, S, D]", "pass a torch.Tensor")
+        if tensor.dim() != 4:
+            got, remedy = f"shape {list(tensor.shape)}", "use strobe.attention_varlen for packed tensors"
+            raise InvalidProblem(name, got, "[B, H, S, D]", remedy)
+    if block_mask is not None and not hasattr(block_mask, "kv_num_blocks"):
+        remedy = "call strobe.attention, which takes mask=, or make one with torch's create_block_mask"
+        raise wrong_type("block_mask", block_mask, "a torch.nn.attention.flex_attention.BlockMask or None", remedy)
+    if return_aux is not None and not hasattr(return_aux, "max_scores"):
+        raise wrong_type("return_aux", return_aux, "an AuxRequest or None", "pass AuxRequest(lse=True)")
+    if not enable_gqa and query.shape[1] != key.shape[1]:
         got, expected = f"{key.shape[1]} heads", f"query's {query.shape[1]} heads"
         raise InvalidProblem("key", got, expected, "pass enable_gqa=True to share key heads")
-    if key.dim() == 4 and key.shape[0] == 1 < query.shape[0]:
+    if key.shape[0] == 1 < query.shape[0]:
         key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
-    if block_mask is not None and query.dim() == key.dim() == 4:
+    if block_mask is not None:
         asked = query.shape[2], key.shape[2]
         if tuple(block_mask.seq_lengths) not in (asked, (1, 1)):  # torch's mask of no effect is one of 1 x 1
             made = " x ".join(map(str, block_mask.seq_lengths))

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..errors import UnsupportedProblem
+from ..errors import InvalidProblem, UnsupportedProblem
 from .captures import Captured, captured
+from .program import is_int32
 from .trace import Source, Trace, trace
 
 MAX_FUNCTIONS = 1024
@@ -57,7 +58,12 @@ class TraceCache:
         with self._lock:
             found = self._trace(function, now, (tuple(inputs), gradient))
         values = dict(now.numbers)
-        return Bound(found, tuple(now.tensors[n] for n in found.tensors), tuple(values[path] for path in found.numbers))
+        numbers = tuple(values[path] for path in found.numbers)
+        for number in numbers:
+            if isinstance(number, int) and not is_int32(number):
+                argument = "score_mod" if inputs[0] == "score" else "mask_mod"
+                raise InvalidProblem(argument, number, "integers of at most 32 bits", "write it as a float")
+        return Bound(found, tuple(now.tensors[n] for n in found.tensors), numbers)
 
     def _trace(self, function: Callable, now: Captured, how: tuple[Sequence[str], bool]) -> Trace:
         key = now.key, *how

@@ -2,14 +2,19 @@
 
 A function is identified by its code and by what it captures: of tensors the metadata, of numbers the type, of anything
 else the value. So two closures of one code over other tensors are the same function, and are traced once.
+
+Of a module or a class that a function names, the attributes count that the function's code names. An object that can
+change without a trace of it here (an iterator) makes a key that equals no other.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from enum import Enum
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,11 +44,33 @@ def captured(function: Callable) -> Captured:
     return Captured(key, tuple(walk.tensors), tuple(walk.numbers))
 
 
+class Namespace(NamedTuple):
+    """A module, a class or a callable object, of which a function reads the attributes with these names."""
+
+    real: Any
+    names: tuple[str, ...]
+
+    @property
+    def kind(self) -> Hashable:
+        """What its key holds beside the attributes. Two callable objects of one class are alike."""
+        return _Same(self.real) if isinstance(self.real, (ModuleType, type)) else type(self.real)
+
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """(name, value) of the attributes that it has; a static method as its function, a property as its getter."""
+        if not isinstance(self.real, (ModuleType, type)):
+            yield from _attributes_named(self.real, self.names)
+            return
+        for name in self.names:
+            found = next((vars(one)[name] for one in _layers(self.real) if name in vars(one)), self)
+            if found is not self:
+                yield name, within(_undescribed(found), self.names)
+
+
 class _Walk:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.numbers: list[tuple[str, int | float]] = []
-        self._seen: dict[int, int] = {}
+        self._seen: dict[Hashable, int] = {}
 
     def key(self, value: Any, path: str) -> Hashable:
         if isinstance(value, Tensor):
@@ -55,15 +82,20 @@ class _Walk:
             return value
         if is_opaque(value):
             return _Same(value)
-        if id(value) in self._seen:
-            return "seen", self._seen[id(value)]
-        self._seen[id(value)] = len(self._seen)
+        if isinstance(value, (set, frozenset)):
+            return type(value), frozenset((type(one), one) for one in value)
+        identity = identity_of(value)
+        if identity in self._seen:
+            return "seen", self._seen[identity]
+        self._seen[identity] = len(self._seen)
         parts = [(name, self.key(part, f"{path}.{name}")) for name, part in _parts(value)]
+        if isinstance(value, Namespace):
+            return ("namespace", value.kind, *parts)
         if isinstance(value, FunctionType):
             return ("function", value.__code__, *parts)
-        if parts or isinstance(value, (MethodType, functools.partial, tuple, list, dict)):
+        if parts or isinstance(value, (MethodType, functools.partial, tuple, list, deque, dict)):
             return (type(value), *parts)
-        return _Same(value)
+        return _memory(value) or (_Same(object()) if hasattr(type(value), "__next__") else _Same(value))
 
     def _tensor(self, tensor: Tensor) -> Hashable:
         at = next((n for n, one in enumerate(self.tensors) if one is tensor), None)
@@ -103,17 +135,66 @@ def _is_library(value: object) -> bool:
     )
 
 
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+_LIBRARIES = ("torch", "numpy", "math", "builtins", "strobe", "enum", "typing")
+
+
+def within(value: Any, names: tuple[str, ...]) -> Any:
+    """A user's module, class or callable object as a Namespace of these names; any other value unchanged."""
+    if not isinstance(value, (ModuleType, type)) and (not callable(value) or isinstance(value, _FUNCTIONS)):
+        return value
+    home = value.__name__ if isinstance(value, ModuleType) else _class_of(value).__module__
+    is_foreign = home.partition(".")[0] in _LIBRARIES and not isinstance(value, torch.nn.Module)
+    return value if is_foreign else Namespace(value, names)
+
+
+def _class_of(value: Any) -> type:
+    return value if isinstance(value, type) else type(value)
+
+
+def identity_of(value: Any) -> Hashable:
+    """What tells a value from others while a function is walked. A Namespace is made anew each time it is met."""
+    return (id(value.real), value.names) if isinstance(value, Namespace) else id(value)
+
+
+def _layers(real: Any) -> Sequence[Any]:
+    """Where the attributes of a module or a class are looked up, in this order."""
+    if isinstance(real, ModuleType):
+        return (real,)
+    return [base for base in real.__mro__ if within(base, ()) is not base]
+
+
+def _undescribed(attribute: Any) -> Any:
+    if isinstance(attribute, (staticmethod, classmethod)):
+        return attribute.__func__
+    return attribute.fget if isinstance(attribute, property) else attribute
+
+
+def _memory(value: object) -> Hashable:
+    """Type and contents of an array, of numpy or of Python; None for any other object."""
+    try:
+        view = memoryview(cast(Any, value))  # raises TypeError for an object that is no array
+    except (TypeError, ValueError, BufferError):
+        return None
+    return type(value), view.format, view.shape, view.tobytes()
+
+
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """(name, part) of everything that may matter when the function or object is called."""
     if isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
-            yield from [(name, cell.cell_contents)] if is_filled(cell) else []
+            yield from [(name, within(cell.cell_contents, names_in(value.__code__)))] if is_filled(cell) else []
         for n, default in enumerate(value.__defaults__ or ()):
             yield f"default{n}", default
         yield from (value.__kwdefaults__ or {}).items()
-        for name in names_in(value.__code__):
+        names = names_in(value.__code__)
+        for name in names:
             if name in value.__globals__:
-                yield name, value.__globals__[name]
+                yield name, within(value.__globals__[name], names)
+            elif name in value.__dict__:
+                yield name, value.__dict__[name]
+    elif isinstance(value, Namespace):
+        yield from value.parts()
     elif isinstance(value, MethodType):
         yield "self", value.__self__
         yield "function", value.__func__
@@ -121,13 +202,20 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield "function", value.func
         yield "arguments", value.args
         yield "keywords", value.keywords
-    elif isinstance(value, (tuple, list)):
+    elif isinstance(value, (tuple, list, deque)):
         yield from ((str(n), one) for n, one in enumerate(value))
     elif isinstance(value, dict):
         yield from ((str(name), one) for name, one in value.items())
     else:
-        names = set().union(*(names_in(code) for code in _codes(type(value))))
-        yield from ((name, one) for name, one in attributes(value).items() if name in names or _is_plain(value))
+        yield from _attributes_named(value, None if _is_plain(value) else ())
+
+
+def _attributes_named(value: Any, names: tuple[str, ...] | None) -> Iterator[tuple[str, Any]]:
+    """(name, value) of an object's attributes that its class's methods name, or that are among `names` (None: all)."""
+    own = dict.fromkeys(name for code in _codes(type(value)) for name in names_in(code))
+    for name, one in attributes(value).items():
+        if names is None or name in own or name in names:
+            yield name, within(one, tuple(own))
 
 
 def is_filled(cell: CellType) -> bool:
@@ -161,59 +249,92 @@ def _is_plain(value: object) -> bool:
 
 
 def attributes(value: object) -> dict[str, Any]:
+    """What an object holds: its own attributes and slots, and of its class those that are neither methods nor
+    properties.
+    """
     held = dict(getattr(value, "__dict__", {}))
     if isinstance(value, torch.nn.Module):
         for group in ("_parameters", "_buffers", "_modules"):
             held |= held.pop(group, {})
+    for name in () if isinstance(value, Enum) else _shared_names(type(value)):
+        if name not in held and hasattr(value, name):
+            held[name] = getattr(value, name)
     return held
+
+
+@functools.lru_cache(maxsize=256)
+def _shared_names(kind: type) -> tuple[str, ...]:
+    """The names of a class's slots, and of its attributes that are plain values."""
+    layers = [vars(base) for base in _layers(kind)]
+    slots = [one.get("__slots__", ()) for one in layers]
+    found = dict.fromkeys(name for one in slots for name in ((one,) if isinstance(one, str) else one))
+    for layer in layers:
+        found |= dict.fromkeys(name for name, one in layer.items() if not hasattr(one, "__get__") and not callable(one))
+    return tuple(name for name in found if not (name.startswith("__") and name.endswith("__")))
 
 
 # ---------------------------------------------------------------- the same function over stand-ins
 
 
-def replaced(value: Any, replacements: Replacements, path: str = "", made: dict[int, Any] | None = None) -> Any:
+def bare(value: Any) -> Any:
+    return value.real if isinstance(value, Namespace) else value
+
+
+def replaced(value: Any, replacements: Replacements, path: str = "", made: dict[Hashable, Any] | None = None) -> Any:
     """The function with captured tensors and numbers replaced. Nothing of the original is written to."""
     made = {} if made is None else made
     if isinstance(value, Tensor):
         return replacements.get(id(value), value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return replacements.get(path, value)
-    if id(value) in made:
-        return made[id(value)]
+    identity = identity_of(value)
+    if identity in made:
+        return made[identity]
     if value is None or isinstance(value, (str, bytes)) or is_opaque(value):
         return value
     if isinstance(value, FunctionType):
         return _replaced_function(value, replacements, path, made)
-    made[id(value)] = value
-    parts = {name: replaced(part, replacements, f"{path}.{name}", made) for name, part in _parts(value)}
-    if all(part is old for part, (_, old) in zip(parts.values(), _parts(value))):
-        return value
+    real = bare(value)
+    made[identity] = real
+    old = dict(_parts(value))
+    parts = {name: replaced(part, replacements, f"{path}.{name}", made) for name, part in old.items()}
+    if all(part is bare(old[name]) for name, part in parts.items()):
+        return real
+    if isinstance(value, Namespace):
+        return _StandIn(real, parts)
     if isinstance(value, MethodType):
         return MethodType(parts["function"], parts["self"])
     if isinstance(value, functools.partial):
         return functools.partial(parts["function"], *parts["arguments"], **parts["keywords"])
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, deque)):
         return type(value)(parts.values()) if not hasattr(value, "_fields") else type(value)(*parts.values())  # type: ignore
     return {name: parts[str(name)] for name in value} if isinstance(value, dict) else _StandIn(value, parts)
 
 
-def _replaced_function(function: FunctionType, replacements: Replacements, path: str, made: dict[int, Any]) -> Any:
-    code = function.__code__
+def _replaced_function(
+    function: FunctionType, replacements: Replacements, path: str, made: dict[Hashable, Any]
+) -> FunctionType:
+    code, parts = function.__code__, dict(_parts(function))
     cells = [CellType() for _ in code.co_freevars]
     scope = dict(function.__globals__)
     copy = FunctionType(code, scope, function.__name__, None, tuple(cells))
     made[id(function)] = copy  # before its parts, so that a function may call itself
-    within = lambda name, part: replaced(part, replacements, f"{path}.{name}", made)
+    new = {name: replaced(part, replacements, f"{path}.{name}", made) for name, part in parts.items()}
     for name, own, cell in zip(code.co_freevars, cells, function.__closure__ or ()):
         if is_filled(cell):
-            own.cell_contents = within(name, cell.cell_contents)
+            own.cell_contents = new[name]
     defaults = function.__defaults__
-    copy.__defaults__ = defaults and tuple(within(f"default{n}", one) for n, one in enumerate(defaults))
-    copy.__kwdefaults__ = {name: within(name, one) for name, one in (function.__kwdefaults__ or {}).items()}
+    copy.__defaults__ = defaults and tuple(new[f"default{n}"] for n in range(len(defaults)))
+    copy.__kwdefaults__ = {name: new[name] for name in function.__kwdefaults__ or {}}
+    copy.__dict__.update(function.__dict__)
     for name in names_in(code):
         if name in scope:
-            scope[name] = within(name, scope[name])
-    return copy
+            scope[name] = new[name]
+        elif name in copy.__dict__:
+            copy.__dict__[name] = new[name]
+    if all(new[name] is bare(old) for name, old in parts.items()):
+        made[id(function)] = function
+    return made[id(function)]
 
 
 class _StandIn:
@@ -230,6 +351,8 @@ class _StandIn:
         return MethodType(method, self) if isinstance(method, FunctionType) else getattr(real, name)
 
     def __call__(self, *arguments: Any) -> Any:
+        if isinstance(self.__dict__["_real"], type):
+            return self.__dict__["_real"](*arguments)
         method = "forward" if isinstance(self.__dict__["_real"], torch.nn.Module) else "__call__"
         return getattr(self, method)(*arguments)
 

@@ -8,7 +8,7 @@ another graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import UnsupportedProblem
 from ..problem.torch_private import constant_while_compiling
 from .cache import TRACES
-from .captures import attributes, captured, is_filled, is_opaque, names_in
+from .captures import Namespace, attributes, bare, captured, identity_of, is_filled, is_opaque, names_in, within
 from .trace import MASK_INPUTS, SCORE_INPUTS
 
 _CHANGED = "a value that score_mod or a mask captures has changed while it was compiled"
@@ -101,17 +101,18 @@ def _plan(function: Callable, gradient: bool, is_score: bool) -> str:
     ))  # fmt: skip
 
 
-def _captures(value: Any, path: str, steps: Sequence[str], met: set[int]) -> Iterator[tuple[str, str, Any]]:
+def _captures(value: Any, path: str, steps: Sequence[str], met: set[Hashable]) -> Iterator[tuple[str, str, Any]]:
     """(path, place, value) of a function and of all that it captures. Paths are those of `captured`; a place is the
     text of steps that `_follow` reads.
     """
     if is_opaque(value):
         return
     is_leaf = value is None or isinstance(value, (Tensor, int, float, str, torch.dtype))
-    if is_leaf or id(value) not in met:
+    identity = identity_of(value)
+    if is_leaf or identity not in met:
         yield path, _STEP.join(steps), value
-    if not is_leaf and id(value) not in met:
-        met.add(id(value))
+    if not is_leaf and identity not in met:
+        met.add(identity)
         for name, step, part in _parts(value):
             yield from _captures(part, f"{path}.{name}", (*steps, step), met)
 
@@ -119,11 +120,16 @@ def _captures(value: Any, path: str, steps: Sequence[str], met: set[int]) -> Ite
 def _parts(value: Any) -> Iterator[tuple[str, str, Any]]:
     """(name, step from the value to the part, part) of what a function or object holds."""
     if isinstance(value, FunctionType):
+        names = names_in(value.__code__)
         for n, (name, cell) in enumerate(zip(value.__code__.co_freevars, value.__closure__ or ())):
-            yield from [(name, f"c{n}", cell.cell_contents)] if is_filled(cell) else []
-        for name in names_in(value.__code__):
+            yield from [(name, f"c{n}", within(cell.cell_contents, names))] if is_filled(cell) else []
+        for name in names:
             if name in value.__globals__:
-                yield name, f"g{name}", value.__globals__[name]
+                yield name, f"g{name}", within(value.__globals__[name], names)
+    elif isinstance(value, Namespace):
+        for name, part in value.parts():
+            if getattr(value.real, name) is bare(part):  # a property's getter is nothing that Dynamo can look up
+                yield name, f"a{name}", part
     elif isinstance(value, MethodType):
         yield "self", "a__self__", value.__self__
         yield "function", "a__func__", value.__func__

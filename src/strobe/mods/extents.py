@@ -1,7 +1,8 @@
 """Whether the tensors of ready-made scores and masks are as large as a call.
 
 A function's own indices are clamped to its tensors. strobe.bias, strobe.alibi, masks made from tensors and tables of
-blocks are indexed by the positions themselves, so a tensor that is too small is a mistake.
+blocks are indexed by the positions themselves, so a tensor that is too small is a mistake. So is one of more heads or
+batch entries than the call, for example the slopes of all heads where a process holds some of them.
 """
 
 from __future__ import annotations
@@ -27,16 +28,22 @@ def axes_of(tensor: Tensor) -> Axes:
     return tuple([None if size == 1 else name for name, size in zip(names, tensor.shape)])
 
 
-def check(argument: str, tensors: Sequence[Tensor], axes: Sequence[Axes], sizes: Mapping[str, int]) -> None:
-    """Raises InvalidProblem if a tensor has fewer elements than a call has positions. sizes: by the names of
-    `MEANING`.
+def check(
+    argument: str, tensors: Sequence[Tensor], axes: Sequence[Axes], sizes: Mapping[str, int], is_part: bool = False
+) -> None:
+    """Raises InvalidProblem if a tensor has fewer elements than a call has positions, or more heads or batch entries.
+    sizes: by the names of `MEANING`. is_part: the call is a part of the one that the tensors are for, so they may have
+    more.
     """
     for tensor, names in zip(tensors, axes):
         for dim, name in enumerate(names):
-            if name is not None and tensor.shape[dim] < sizes[name]:
-                raise InvalidProblem(
-                    argument,
-                    f"a tensor of shape {list(tensor.shape)}, whose dimension {dim} counts {MEANING[name]}",
-                    f"at least {sizes[name]}, the {MEANING[name]} of the call",
-                    "make the tensor as large as the call; a dimension of size 1 is broadcast",
+            if name is None:
+                continue
+            count, wanted, is_exact = tensor.shape[dim], sizes[name], name in ("b", "h") and not is_part
+            if count < wanted or (is_exact and count > wanted):
+                got = f"a tensor of shape {list(tensor.shape)}, whose dimension {dim} counts {MEANING[name]}"
+                expected = f"{'' if is_exact else 'at least '}{wanted}, the {MEANING[name]} of the call"
+                remedy = "make the tensor as large as the call" + "; a dimension of size 1 is broadcast" * (
+                    tensor.dim() > 2
                 )
+                raise InvalidProblem(argument, got, expected, remedy)

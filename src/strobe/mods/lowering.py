@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .program import BOOL, FLOAT, INT, Builder, Captured, Program, Scatter, kind_of
+from .program import BOOL, FLOAT, INT, Builder, Captured, Program, Scatter, is_int32, kind_of
 from .record import INPUT, TENSOR, Graph, Node
 from .rules import RULES, SAME, Number, Refused
 
@@ -234,7 +234,11 @@ _SHAPES = (
 def lower(graph: Graph, captures: Captures, names: Sequence[str], kind: str) -> Program:
     """The Program of a traced function, whose one result is converted to `kind`."""
     lowering = Lowering(graph, captures, names)
-    return lowering.p.program([lowering.p.cast(lowering.scalar(lowering.outputs[0]), kind)])
+    program = lowering.p.program([lowering.p.cast(lowering.scalar(lowering.outputs[0]), kind)])
+    for node in program.nodes:
+        if node.op == "const" and node.kind == INT and not is_int32(node.constant):
+            raise Refused(f"holds the integer {node.constant}, which has more than 32 bits; write it as a float", "")
+    return program
 
 
 def lower_gradient(graph: Graph, captures: Captures, names: Sequence[str], loads: Sequence[int | None]) -> Program:

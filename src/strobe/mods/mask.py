@@ -142,10 +142,15 @@ class MaskMod(Mask):
         """The function's program and what it captures now, without the built-in part of the mask."""
         return self.part.bind()
 
-    def check(self, sizes: Mapping[str, int]) -> None:
-        """Raises InvalidProblem if a tensor that is a mask is smaller than a call (`extents.check`)."""
+    def check(self, sizes: Mapping[str, int], is_part: bool = False) -> None:
+        """Raises InvalidProblem if a tensor that is a mask is not of a call's sizes (`extents.check`), or if prefixes,
+        lengths or documents are for another batch.
+        """
         for part in _tensor_parts(self.part):
-            extents.check("mask", part.bound.tensors, part.axes, sizes)
+            extents.check("mask", part.bound.tensors, part.axes, sizes, is_part)
+            if part.batch is not None and not part.axes and part.batch != sizes["b"] and not is_part:
+                got, remedy = f"prefixes, key lengths or ids of {part.batch} batch entries", "make it for this batch"
+                raise InvalidProblem("mask", got, f"{sizes['b']}, the batch entries of the call", remedy)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):

@@ -351,6 +351,11 @@ class Builder:
         return Program(tuple(kept), tuple(order[at] for at in outputs), *captured, tuple(scatters))
 
 
+def is_int32(value: Value) -> bool:
+    """Whether an integer fits the 32 bits that positions and numbers have in kernels."""
+    return -(2**31) <= value < 2**31
+
+
 def build(write: Callable[[Builder], Sequence[int]], tensors: Sequence[Captured] = ()) -> Program:
     builder = Builder(tensors)
     return builder.program(write(builder))

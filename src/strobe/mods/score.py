@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
+from ..problem.mask import Mask
 from . import extents
 from .cache import TRACES
 from .captures import arity
@@ -65,10 +66,10 @@ class ScoreMod:
         derivative = found.trace.gradient
         return BoundScore(found.trace.program.text, derivative.text if derivative else "", found.tensors, found.numbers)
 
-    def check(self, sizes: Mapping[str, int]) -> None:
-        """Raises InvalidProblem if the tensor of a ready-made score is smaller than a call (`extents.check`)."""
+    def check(self, sizes: Mapping[str, int], is_part: bool = False) -> None:
+        """Raises InvalidProblem if the tensor of a ready-made score is not of a call's sizes (`extents.check`)."""
         if self.function is None:
-            extents.check("score_mod", self._tensors, self._axes, sizes)
+            extents.check("score_mod", self._tensors, self._axes, sizes, is_part)
 
     def held(self) -> ScoreMod:
         """This modification, traced now with its gradient. torch.compile then takes the trace and captures as they
@@ -144,18 +145,19 @@ def _checked(function: object, name: str, count: int) -> Callable:
             return function
     words = "(score, b, h, q_idx, kv_idx) -> score" if count == 5 else "(b, h, q_idx, kv_idx) -> bool"
     if not callable(function) or isinstance(function, (Tensor, type)):
-        raise wrong_type(name, function, f"a function {words}", "pass a Python function of torch operations")
+        remedy = "pass a Python function of torch operations"
+        if count == 5 and isinstance(function, Tensor):
+            remedy = "to add its elements to scores, give strobe.bias(tensor)"
+        if isinstance(function, Mask):
+            remedy = "it is a mask already; give it to mask="
+        raise wrong_type(name, function, f"a function {words}", remedy)
     try:
         names = arity(function)
     except ValueError:  # a builtin without a signature
         return function
     if len(names) != count and not _takes_any(function):
-        raise InvalidProblem(
-            name,
-            f"a function of {len(names)} arguments ({', '.join(names)})",
-            f"{count}: {words}",
-            _other(count, names),
-        )
+        got = f"a function of {len(names)} argument{'s' * (len(names) != 1)} ({', '.join(names)})"
+        raise InvalidProblem(name, got, f"{count}: {words}", _other(function, count, names))
     return function
 
 
@@ -165,7 +167,9 @@ def _takes_any(function: Callable) -> bool:
     return any(p.kind is Parameter.VAR_POSITIONAL for p in signature(function).parameters.values())
 
 
-def _other(count: int, names: Sequence[str]) -> str:
+def _other(function: Callable, count: int, names: Sequence[str]) -> str:
+    if getattr(function, "__module__", None) == __name__:
+        return f"call it: strobe.{function.__name__}({', '.join(names)})"
     if len(names) == 9 - count:
         return "give it to strobe.mask_mod and mask=" if count == 5 else "give it to score_mod="
     return "give it these arguments alone; a closure holds the rest"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..errors import UnsupportedProblem
+from ..errors import InvalidProblem, UnsupportedProblem
 from .captures import Captured, replaced
 from .lowering import Captures, Lowering, Refused, lower, lower_gradient
 from .program import BOOL, FLOAT, INPUTS, Program
@@ -56,15 +56,42 @@ def trace(source: Source, inputs: Sequence[str], gradient: bool = False) -> Trac
     stand_ins = _stand_ins(source)
     function = replaced(source.function, stand_ins.replacements)
     mode = _Recorder(source, stand_ins.tensors)
+    returned: list[Any] = []
+
+    def checked(*positions: Tensor) -> Any:
+        found = function(*positions)
+        returned.append(found)
+        return found if _kind_of(found, is_score) is None else True
+
     with _refusals(source, mode):
         with torch.no_grad(), mode:
-            graph = record(function, _examples(inputs))
+            graph = record(checked, _examples(inputs))
         program = lower(graph, Captures(*stand_ins[:2]), inputs, FLOAT if is_score else BOOL)
+    wrong = _kind_of(returned[0], is_score)
+    if wrong is not None:
+        got, argument = f"{source.name}, which returns {wrong}", "score_mod" if is_score else "mask_mod"
+        expected = "a function that returns a score" if is_score else "a function that returns torch.bool"
+        raise InvalidProblem(argument, got, expected, _REMEDIES[is_score])
     derivative = None
     if gradient and is_score:
         with _refusals(source, mode):
             derivative = _gradient(source, inputs)
     return _compact(program, derivative, source.numbers)
+
+
+_REMEDIES = {
+    True: "return one number; a function that says which keys are seen goes to mask=strobe.mask_mod(function)",
+    False: "compare, as in `ids[kv_idx] != 0`; a function of numbers that are added to scores goes to score_mod=",
+}
+
+
+def _kind_of(returned: Any, is_score: bool) -> str | None:
+    """What a function returned, if a score (a mask) is something else."""
+    is_number = isinstance(returned, (bool, int, float, Tensor))
+    is_bool = returned.dtype == torch.bool if isinstance(returned, Tensor) else isinstance(returned, bool)
+    if is_number and is_bool is not is_score:
+        return None
+    return str(returned.dtype) if isinstance(returned, Tensor) else type(returned).__name__
 
 
 def _gradient(source: Source, inputs: Sequence[str]) -> Program:

@@ -45,11 +45,13 @@ NOTHING = BoundScore("", "", (), ())  # of a call without a score or mask
 
 
 def bind(
-    call: Call, score: object, mask: Mask | None, dropout: Dropout | None = None, max_scores: bool = False
-) -> Call:
+    call: Call, score: object, mask: Mask | None, dropout: Dropout | None = None, max_scores: bool = False,
+    is_part: bool = False,
+) -> Call:  # fmt: skip
     """The call with its custom score and mask: programs, and the tensors and numbers that the functions capture now.
 
     score: a ScoreMod, a function, or None. Of the mask only a function is read; the call has the built-in part.
+    is_part: the functions are those of a larger call.
     """
     if torch_private.are_functorch_transforms_active():
         raise UnsupportedProblem("score_mod or a mask function under torch.func: call attention outside the transform")
@@ -60,12 +62,12 @@ def bind(
     sizes = _sizes(call)
     if score is not None:
         modification = as_score_mod(score)
-        modification.check(sizes)
+        modification.check(sizes, is_part)
         bound = modification.bind(needs_grad)
         if not needs_grad and torch.is_grad_enabled() and any([t.requires_grad for t in bound.tensors]):
             needs_grad, bound = True, modification.bind(True)
     if isinstance(mask, MaskMod):
-        mask.check(sizes)
+        mask.check(sizes, is_part)
         seen = mask.bind()
     texts = ModTexts(
         bound.text, bound.gradient, seen.text, dropout is not None, max_scores, call.cu_seqlens_q is not None
@@ -288,10 +290,15 @@ def bind_functions(call: CacheCall, score: object, mask: Mask | None) -> CacheCa
     none.
     """
     mods = Mods(ModTexts())
+    batch, heads = call.seqlens.shape[0], call.q.shape[-2] if call.q.dim() > 1 else 0
+    sizes = {"b": batch, "h": heads, "q": 0, "k": 0}  # positions are those of the cache, and lengths are on the device
     if score is not None:
-        bound = as_score_mod(score).bind(False)
+        modification = as_score_mod(score)
+        modification.check(sizes)
+        bound = modification.bind(False)
         mods = mods._replace(texts=ModTexts(bound.text), score_tensors=bound.tensors, score_numbers=bound.numbers)
     if isinstance(mask, MaskMod):
+        mask.check(sizes)
         seen = mask.whole.bind()
         texts = mods.texts._replace(mask=seen.program.text)
         mods = mods._replace(texts=texts, mask_tensors=seen.tensors, mask_numbers=seen.numbers)
@@ -412,29 +419,50 @@ class _ModifiedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse, _dgreatest):
-        if torch.is_grad_enabled():
-            raise UnsupportedProblem("double backward: strobe has no second derivative of score_mod")
         counts, constants, plain = ctx.plan
         out, lse, *saved = ctx.saved_tensors
         held = iter(saved)
         rest = [next(held) if one is None else one[0] for one in plain]
-        call = _modified(counts, constants, rest)
         dout = torch.zeros_like(out) if dout is None else dout
-        beside = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
-        choice = CACHE.direct_choice(call, decide, *beside)
-        if choice is None:
-            dq, dk, dv, dsinks, captured = BACKWARD(dout, out, lse, dlse, *arguments(call))
-        else:
-            dq, dk, dv, dsinks, captured = _backward_of(choice, call, (dout, out, lse, dlse))
+        run = _ModifiedTwiceRefused.apply if torch.is_grad_enabled() else _modified_gradients
+        dq, dk, dv, dsinks, *captured = run(counts, constants, dout, out, lse, dlse, *rest)
         gradients: list[Tensor | None] = [None] * len(rest)
         scattered = _scattered(constants[1])
         for n, one in enumerate(captured):
             gradients[n] = one if n in scattered else None
         start = sum(counts) + 1
         gradients[start : start + 3] = dq, dk, dv
-        if call.sinks is not None:
-            gradients[start + Call._fields.index("sinks")] = dsinks
+        sinks = start + Call._fields.index("sinks")
+        gradients[sinks] = None if rest[sinks] is None else dsinks
         return None, None, *gradients
+
+
+def _modified_gradients(
+    counts: tuple[int, int], constants: tuple, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dsinks, and the gradient of each captured tensor of the score."""
+    call = _modified(counts, constants, rest)
+    beside = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
+    choice = CACHE.direct_choice(call, decide, *beside)
+    if choice is None:
+        *found, captured = BACKWARD(dout, out, lse, dlse, *arguments(call))
+    else:
+        *found, captured = _backward_of(choice, call, (dout, out, lse, dlse))
+    return *found, *captured
+
+
+class _ModifiedTwiceRefused(torch.autograd.Function):
+    """`_modified_gradients` under create_graph=True: a second derivative raises UnsupportedProblem."""
+
+    @staticmethod
+    def forward(ctx, *given):
+        return _modified_gradients(*given)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise UnsupportedProblem(
+            "double backward: strobe has no second derivative of score_mod; differentiate torch's FlexAttention instead"
+        )
 
 
 def _modified(counts: tuple[int, int], constants: tuple, rest: Sequence[Any]) -> Call:

@@ -293,7 +293,7 @@ def _check_heads(call: Call) -> None:
             "k",
             f"{heads_kv} heads",
             f"a divisor of q's {heads_q} heads",
-            "query head h reads key head h // (H_q // H_kv)",
+            f"query head h reads key head h // (H_q // H_kv); tensors are {'[T' if call.packed else '[B, S'}, H, D]",
         )
     if call.k.shape[-1] != call.q.shape[-1]:
         raise InvalidProblem(

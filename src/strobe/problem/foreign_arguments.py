@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from inspect import signature
 
+import torch
 from torch import Tensor
 
 from ..errors import wrong_type
@@ -36,6 +37,9 @@ _INSTEAD = {
     "softmax_scale": ("scale=", "give scale=, which multiplies q k^T"),
     "sm_scale": ("scale=", "give scale=, which multiplies q k^T"),
     "window_size": ("window=", "give window=(left, right), both ends included; None or a negative number is no bound"),
+    "sinks": ("no sinks", "apply them once, after the last merge: strobe.with_sinks(partial, sinks)"),
+    "out": ("no output tensor", "leave it out: attention and attention_varlen alone write to a given tensor"),
+    "context_parallel": ("no plan", "give context_parallel= to strobe.attention or strobe.attention_varlen"),
     "sink": ("sinks=", "give sinks= [H_q], one logit a head"),
     "s_aux": ("sinks=", "give sinks= [H_q], one logit a head"),
     "alibi_slopes": ("score_mod=", "give score_mod=strobe.alibi(slopes)"),
@@ -72,8 +76,13 @@ def no_mask(got: object) -> TypeError:
     'mask: got function, expected a strobe.Mask; wrap it: strobe.m'
     """
     remedy = f"give {MASKS}"
-    if isinstance(got, Tensor):
-        remedy = f"no mask is read element by element: {remedy}"
+    if isinstance(got, Tensor) and got.dtype == torch.bool:
+        remedy = f"give mask=strobe.mask_mod(tensor), which reads each element; faster are {MASKS}"
+    elif isinstance(got, Tensor):
+        remedy = "give numbers that are added to scores as score_mod=strobe.bias(tensor)"
+        remedy = f"{remedy}, and zeros and ones as mask=strobe.mask_mod(tensor != 0); faster are {MASKS}"
+    elif isinstance(got, (list, tuple)):
+        remedy = "combine masks by &, as in strobe.causal() & strobe.documents(ids)"
     elif callable(got):
         maker = getattr(got, "__name__", "") if getattr(got, "__module__", "") == "strobe.problem.mask" else ""
         remedy = f"call it: strobe.{maker}(...)" if maker else "wrap it: strobe.mask_mod(function)"
