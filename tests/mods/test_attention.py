@@ -303,10 +303,11 @@ def test_what_is_not_supported_says_so():
     with pytest.raises(strobe.UnsupportedProblem, match="double backward"):
         graph.sum().backward()
     problem = strobe.explain(q.half(), k.half(), v.half(), score_mod=score).problem
-    for device, family, rejected in (("H200", "hopper", None), ("B200", "portable", "blackwell.forward")):
+    for device, forward, backward in (("H200", "hopper", "hopper"), ("B200", "blackwell", "portable")):
         choice = select(replace(problem, needs_grad=True), FAKES[device])
-        assert (choice.forward.kernel.name, choice.backward.kernel.name) == (f"{family}.forward", f"{family}.backward")
-        assert rejected is None or dict(choice.rejections)[rejected] == "runs no score_mod or mask_mod"
+        named = choice.forward.kernel.name, choice.backward.kernel.name
+        assert named == (f"{forward}.forward", f"{backward}.backward")
+    assert dict(choice.rejections)["blackwell.backward"] == "runs no score_mod or mask_mod"
     with pytest.raises(strobe.InvalidProblem, match="captured tensor on meta"):
         strobe.attention(q, k, v, score_mod=strobe.alibi(torch.zeros(4, device="meta")))
     assert strobe.supports(q, k, v, score_mod=score) and not strobe.supports(q, k, v, score_mod=score, kernel="hopper")

@@ -30,7 +30,7 @@ from ..problem.problem import Problem
 from ..problem.torch_state import distinct, in_autocasts_dtype, tangents, written_by_copy
 from ..selection.replay import launches_here
 from ..selection.select import Choice
-from . import attention, decode, fake
+from . import attention, decode, fake, ordered_gradients
 from .attention import LIBRARY, decide, given_gradients, wants_gradients, write
 from .builtin_masks import simplified
 from .fake import check_apart, check_no_vmap, check_out, copied, forward_mode, schema, written
@@ -234,6 +234,8 @@ def _backward_of(
     if call.mods is not None:
         call = call._replace(mods=mods._replace(gradients=tuple(sums)))
     results = given_gradients(call, found, given)
+    if ordered_gradients.are_apart(found, mods):
+        ordered_gradients.add_ordered(found.problem, call, mods, results, sums)
     dcaptured = [
         call.q.new_empty(0) if total is None else total.to(tensor.dtype)
         for total, tensor in zip(sums, mods.score_tensors)

@@ -14,7 +14,7 @@ from ..mods.mask import checked_mask
 from ..problem.call import Call
 from ..problem.decode import DecodeProblem
 from ..problem.mask import Mask
-from ..problem.mods import Dropout, Mods, ModTexts
+from ..problem.mods import Dropout, ModTexts
 from ..problem.paged import PagedProblem
 from ..problem.problem import Problem
 from . import attention, decode, mods, mods_paged, paged
@@ -46,7 +46,7 @@ def _run_attention(problem: Problem, device: torch.device, score: object, mask: 
     example = replace(problem, mods=None).example(device)
     dropout = Dropout(0.5, 0) if texts.dropout else None
     call = mods.simplified(mods.bind(example, score, mask, dropout, texts.max_scores))
-    _check_same(texts, call.mods)
+    _check_same(texts, Problem.from_call(call).mods)
     _differentiate(problem, call, mods.run(call)[:2])
 
 
@@ -65,7 +65,7 @@ def _run_decode(problem: DecodeProblem, device: torch.device, score: object, mas
         return
     call = replace(problem, mods=None).example(device)
     call = mods.bind_decode(call, *_functions(problem.mods, score, mask))
-    _check_same(problem.mods, call.mods)
+    _check_same(problem.mods, None if call.mods is None else call.mods.texts)
     mods.DECODE(*mods.arguments(call))
 
 
@@ -75,7 +75,7 @@ def _run_paged(problem: PagedProblem, device: torch.device, score: object, mask:
         return
     call = replace(problem, mods=None).example(device)
     call = mods_paged.bind(call, *_functions(problem.mods, score, mask))
-    _check_same(problem.mods, call.mods)
+    _check_same(problem.mods, None if call.mods is None else call.mods.texts)
     mods_paged.PAGED(*mods.arguments(call))
 
 
@@ -87,7 +87,7 @@ def _functions(texts: ModTexts, score: object, mask: Mask | None) -> tuple[objec
     return score if texts.score else None, mask if texts.mask else None
 
 
-def _check_same(texts: ModTexts, found: Mods | None) -> None:
-    if found is None or found.texts != texts:
-        got, wanted = "none" if found is None else str(found.texts), f"the functions of the problem, {texts}"
+def _check_same(texts: ModTexts, found: ModTexts | None) -> None:
+    if found != texts:
+        got, wanted = "none" if found is None else str(found), f"the functions of the problem, {texts}"
         raise InvalidProblem("score_mod or mask", got, wanted, "pass those that explain was given")

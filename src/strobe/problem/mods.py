@@ -28,6 +28,14 @@ class ModTexts(NamedTuple):
         """The texts that are there."""
         return tuple([text for text in self[:3] if text])
 
+    @property
+    def without_additions(self) -> ModTexts:
+        """The same without a gradient's additions to gradients of captured tensors."""
+        lines = [line for line in self.gradient.split("\n") if not line.startswith("scatters ")]
+        if not self.gradient or len(lines) == self.gradient.count("\n") + 1:
+            return self
+        return self._replace(gradient="\n".join((*lines[:-1], " ".join(lines[-1].split(" ")[:2]))))
+
     def __str__(self) -> str:
         names = [("score_mod", self.score), ("mask_mod", self.mask)]
         words = [f"{name} {zlib.crc32(text.encode()):08x}" for name, text in names if text]

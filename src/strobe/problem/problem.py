@@ -131,7 +131,7 @@ class Problem:
             deterministic=call.deterministic,
             batch_invariant=call.batch_invariant,
             kernel=call.kernel,
-            mods=None if call.mods is None else call.mods.texts,
+            mods=_texts(call),
         )
 
     def example(self, device: torch.device) -> Call:
@@ -223,6 +223,17 @@ def rows_apart(shape: tuple[int, ...]) -> tuple[int, ...]:
     ((12, 4, 1), (5, 5, 1))
     """
     return tuple(accumulate(reversed([max(1, size) for size in shape[1:]]), int.__mul__, initial=1))[::-1]
+
+
+def _texts(call: Call) -> ModTexts | None:
+    """The functions of a call. With deterministic gradients, those of captured tensors are computed apart
+    (`ops.ordered_gradients`): not for packed, partial or dropped calls, whose kernels refuse.
+    """
+    if call.mods is None:
+        return None
+    texts = call.mods.texts
+    is_apart = call.deterministic and not (call.packed or call.partial or texts.dropout or call.q.dtype.itemsize > 4)
+    return texts.without_additions if is_apart else texts
 
 
 def _alignment(tensor: Tensor) -> int:

@@ -460,7 +460,7 @@ def test_deterministic_gradients_of_functions():
     captured = slopes.requires_grad_()
     with on(H200), pytest.raises(strobe.UnsupportedProblem, match="captured tensors are summed by atomics"):
         score = lambda s, b, h, q, k: s * (1 + captured[h])
-        strobe.attention(*tensors, score_mod=score, deterministic=True)
+        strobe.partial_attention(*tensors, score_mod=score, deterministic=True)
 
 
 @pytest.mark.parametrize("documents", (False, True))
