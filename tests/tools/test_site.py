@@ -50,6 +50,9 @@ def test_code_keeps_its_brackets_and_sessions_lose_their_directives():
     assert rewrite(code, "index.md", HOST) == "```pycon\n>>> f[1](2)\n3\n```"
     launch = "```python\nkernel[grid](x)\n```"
     assert rewrite(launch, "index.md", HOST) == launch
+    words = "it runs as `kernel[grid](...)`, as\n`a wrapped\nf[1](2)` and "
+    linked = f"{words}[`env`]({HOST}/blob/main/pyproject.toml)"
+    assert rewrite(f"{words}[`env`](pyproject.toml)", "changelog.md", HOST) == linked
 
 
 def test_patterns_of_the_nav_stand_for_pages_in_their_order(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 AT_ROOT = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}  # page: its source
 _FENCE = re.compile(r"^(?P<fence>```+)(?P<info>[^\n]*)\n(?P<code>.*?)^(?P=fence)[ ]*$", re.DOTALL | re.MULTILINE)
-_LINK = re.compile(r"\]\((?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
+# code is matched first, because `kernel[grid](x)` is no link
+_LINK = re.compile(r"(?P<ticks>`+)(?:[^`\n]|\n(?!\n))+(?P=ticks)|\]\((?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
 _DIRECTIVE = re.compile(r" +# doctest: [+\w, ]+$", re.MULTILINE)
 
 
@@ -61,7 +62,7 @@ def _block(block: str) -> str:
 
 def _link(link: re.Match[str], page: str, repository: str) -> str:
     path, anchor = link["path"], link["anchor"] or ""
-    if ":" in path:  # a URL
+    if path is None or ":" in path:  # code or a URL
         return link[0]
     target = (source(page).parent / path).resolve()
     inside = next((name for name, file in AT_ROOT.items() if file == target), None)
