@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same modules
 
-.PHONY: test quick browser lint types unit interpreter offline compiled pages docs drift nightly demo bench dist matrix \
+.PHONY: test quick browser lint types unit interpreter offline compiled pages docs drift pairs nightly demo bench dist matrix \
   install clean
 
 # pyright takes one core, so something else runs beside it
@@ -93,6 +93,10 @@ $(VENV)/docs: $(STAMP)
 # the kernels under newer versions of Triton, each in an environment of its own (.drift, 3 GB)
 drift: install
 	$(BIN)/python -m tools.proof.drift
+
+# the simulator's verdicts on pairs of CTAs, whose words Triton has from 3.8 on (.drift/3.9.0, 1 GB)
+pairs: install
+	$(BIN)/python -m tools.proof.drift --triton 3.9.0 --suite clusters
 
 unit:
 	$(PYTEST) $(SPREAD) -m "$(MARKS)" $(addprefix --ignore ,$(INTERPRETED) $(OFFLINE))

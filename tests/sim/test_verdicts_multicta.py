@@ -261,5 +261,5 @@ def add(off=""):
 @pairs
 def test_each_cta_adds_its_part(verdict):
     verdict(lambda: torch.testing.assert_close(*add()), seeds=SEEDS)
-    noticed(add, "fence", "fence: on tile of CTA 1", "TMA reduce-add from tile")
+    verdict(lambda: add("fence"), seeds=SEEDS)  # the compiler puts the fence between a partition's own accesses
     noticed(add, "store_wait", "race: on tile of CTA 1", "overwrites what is read by TMA reduce-add from tile")

@@ -4,7 +4,7 @@ An environment (`.drift/VERSION`) contains only Triton. torch and all other pack
 this. A failure that is not listed in KNOWN with a reason gives the exit code 1.
 
     python -m tools.proof.drift                    all VERSIONS; writes .drift/rows.jsonl
-    python -m tools.proof.drift --triton 3.9.0     one version
+    python -m tools.proof.drift --triton 3.9.0     one version; --suite clusters: one suite
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # suite -> arguments of pytest; a suite 
     "kernels": ("tests/tools/each_kernel.py",),
     "specimens": ("tests/tools/test_specimens_compile.py",),
     "simulator": ("tests/sim", "-k", "smoke"),
+    "clusters": ("tests/sim/test_verdicts_multicta.py", "tests/sim/test_verdicts_pairs.py"),
 }
 NONE_COLLECTED = 5  # pytest's exit code
 _QUOTED = re.compile(r": at \d+:\d+:$")  # Triton's errors start with quoted source and end with the cause
@@ -91,10 +92,12 @@ def _answer(python: Path, code: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
 
 
-def ask(python: Path, version: str) -> Iterator[dict]:
-    """One row for each test of every suite. "error" is the first line of its error, empty if it passed."""
+def ask(python: Path, version: str, *names: str) -> Iterator[dict]:
+    """One row for each test of every suite, or of those named. "error" is the first line of its error, empty if it
+    passed.
+    """
     for suite, arguments in SUITES.items():
-        if Path(arguments[0]).exists():
+        if Path(arguments[0]).exists() and (not names or suite in names):
             for test, error in sorted(_suite(python, suite, arguments).items()):  # workers finish in arbitrary order
                 yield {"triton": version, "suite": suite, "test": test, "error": error}
 
@@ -196,13 +199,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--triton", action="append", metavar="VERSION", help=f"{', '.join(VERSIONS)} unless given; repeatable"
     )
+    parser.add_argument(
+        "--suite", action="append", default=[], choices=list(SUITES), help="all unless given; repeatable"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"rows go there ({RESULTS})")
     a = parser.parse_args(argv)
     try:
         pythons = {version: environment(version) for version in a.triton or VERSIONS}
     except InvalidProblem as error:
         parser.error(str(error))
-    rows = [row for version, python in pythons.items() for row in ask(python, version)]
+    rows = [row for version, python in pythons.items() for row in ask(python, version, *a.suite)]
     a.results.parent.mkdir(parents=True, exist_ok=True)
     a.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print("\n".join(table(rows)))

@@ -136,7 +136,7 @@ def simulate(
     reports = Reports(max_reports)
     limits = {"shared": SHARED_KIB[capability] * KIB, "tensor": TENSOR_COLUMNS if capability in (100, 103) else 0}
     run = Run(Machine(mode, seed, sms, limits, reports, checks), reports)
-    run.machine.fuse = fuse
+    run.machine.fuse, run.machine.compiler_fences = fuse, _VERSION >= (3, 8)
 
     made: dict[tuple[int, str], _Compiled] = {}
 

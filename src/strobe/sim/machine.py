@@ -60,6 +60,8 @@ class Machine:
         self.wrapped: dict[str, str] = {}  # operations on int32 that overflowed in this launch, by place
         self.costs = Costs()
         self.looked_at: set[tuple[object, ...]] = set()  # branches whose other side was looked at in this launch
+        # whether the compiler puts fences between a partition's own stores and its TMA and tcgen05 (Triton 3.8)
+        self.compiler_fences = False
         self.fuse = False  # whether a product and the sum that follows it are rounded once
         self.loaded_pointers = False  # whether the kernel made pointers from numbers, so that they point anywhere
         self.events: list[Event] = []
@@ -145,6 +147,8 @@ class Machine:
         """Whether the async proxy follows a generic access without a fence. After a generic read this counts only if
         `read_fences` is set.
         """
+        if self.compiler_fences and earlier.actor.agent == self.current.agent and not actor.what.startswith("wgmma"):
+            return False
         crosses = (
             actor.proxy.startswith("async") and earlier.actor.generic and (earlier.write or self.checks.read_fences)
         )

@@ -7,9 +7,11 @@ each CTA, also with its whole shape, and the CTA's own share is the part that it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
+from triton.language.core import _unwrap_if_constexpr as unwrapped
 
 from .layouts import Layouts
 
@@ -139,7 +141,8 @@ def _cga_bases(name: str, arguments: tuple, bits: int) -> list[list[int]]:
         return [[1 << bit, 0] for bit in range(cga[0].bit_length() - 1)] + [
             [0, 1 << bit] for bit in range(cga[1].bit_length() - 1)
         ]
-    return [list(basis) for basis in cga]
+    constant = cast("Callable[[object], Any]", unwrapped)  # a kernel's list holds constants
+    return [[int(constant(step)) for step in constant(basis)] for basis in cga]
 
 
 def _in_elements(shape: Sequence[int], bases: list[list[int]]) -> list[list[int]]:
