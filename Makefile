@@ -94,9 +94,9 @@ $(VENV)/docs: $(STAMP)
 drift: install
 	$(BIN)/python -m tools.proof.drift
 
-# the simulator's verdicts on pairs of CTAs, whose words Triton has from 3.8 on (.drift/3.9.0, 1 GB)
+# pairs of CTAs under Triton 3.9: the simulator's verdicts, and the Blackwell backward (.drift/3.9.0, 1 GB)
 pairs: install
-	$(BIN)/python -m tools.proof.drift --triton 3.9.0 --suite clusters
+	$(BIN)/python -m tools.proof.drift --triton 3.9.0 --suite clusters --suite pairs
 
 unit:
 	$(PYTEST) $(SPREAD) -m "$(MARKS)" $(addprefix --ignore ,$(INTERPRETED) $(OFFLINE))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import triton
 
 from strobe import reference
 from strobe.bench.cycles import SCORE_INSTRUCTIONS, SUM_BYTES, Cycles, Pass, Product, cycles
@@ -26,6 +27,7 @@ from strobe.ops import attention as ops
 from strobe.problem.call import Call
 from strobe.problem.target import FAKES
 from strobe.sim import Checks
+from strobe.sim.shared import SharedMemory
 from strobe.sim.tensor_core import TensorCores
 
 from .simulate import on
@@ -57,31 +59,38 @@ class Counts(NamedTuple):
         )
 
 
-def counted(tiles: int, width: int, width_v: int) -> Counts:
-    """One tile of keys and `tiles` tiles of queries through the simulator."""
+def counted(tiles: int, width: int, width_v: int, ctas: int = 1) -> Counts:
+    """One tile of keys and `tiles` tiles of queries through the simulator. With `ctas` 2, what one CTA of a pair does;
+    it needs Triton 3.9.
+    """
     products: Counter = Counter()
-    issue = TensorCores.create_tcgen05_mma
+    sent: list[int] = []
+    issue, send = TensorCores.create_tcgen05_mma, SharedMemory.create_async_shared_store
 
     def noted(self: Any, a: Any, b: Any, d: Any, *rest: Any, **options: Any) -> None:
         left, result = self.window(a), self.window(d)
         (m, n), k = result.view.shape, left.view.shape[-1]
-        products[Product(m, n, k, left.memory.space == "shared")] += 1
+        if self.machine.current.cta.rank == 0:  # the second CTA of a pair issues nothing
+            products[Product(m // ctas, n, k, left.memory.space == "shared")] += 1
         issue(self, a, b, d, *rest, **options)
 
-    sizes = ((tiles * ROWS, width), (ROWS, width), (ROWS, width_v))
+    def noted_sent(self: Any, target: Any, value: Any, bar: Any) -> None:
+        sent.append(2 * self.window(target).view.size // ctas)  # this CTA's part of a tensor of 16-bit numbers
+        send(self, target, value, bar)
+
+    sizes = ((tiles * ROWS, width), (ctas * ROWS, width), (ctas * ROWS, width_v))
     q, k, v = (torch.ones(1, rows, 1, columns, dtype=torch.bfloat16) for rows, columns in sizes)
-    call = Call(q, k, v, kernel="blackwell.backward", needs_grad=True)
+    name = "blackwell.backward" if ctas == 1 else "blackwell.backward_pair"
+    call = Call(q, k, v, kernel=name, needs_grad=True)
     out, lse = reference.forward(call)
     patched = mock.patch.object(TensorCores, "create_tcgen05_mma", noted)
-    with patched, on(TARGET, sms=1, checks=Checks(costs=True)) as run:
+    patched_sent = mock.patch.object(SharedMemory, "create_async_shared_store", noted_sent)
+    with patched, patched_sent, on(TARGET, sms=1, checks=Checks(costs=True)) as run:
         ops.BACKWARD(torch.ones_like(out).to(q.dtype), out.to(q.dtype), lse.float(), None, *call.arguments)
     bytes_of = lambda what, file: sum(row.bytes for row in run.costs.rows if row.what == what and file in row.where)
-    return Counts(
-        products,
-        bytes_of("shared store", "backward_compute"),
-        bytes_of("global atomic", "backward_reduce"),
-        bytes_of("TMA load", "backward_"),
-    )
+    stored = bytes_of("shared store", "backward_compute") + sum(sent)
+    added, loaded = bytes_of("global atomic", "backward_reduce"), bytes_of("TMA load", "backward_")
+    return Counts(products, stored // ctas, added // ctas, loaded // ctas)
 
 
 class Way(NamedTuple):
@@ -114,10 +123,26 @@ def ways(width: int = ROWS, width_v: int = ROWS) -> list[Way]:
         "one CTA": (False, through_shared, 1),
         "pair": (False, through_shared, 2),
     }
-    return [
+    found = [
         Way(name, built, cycles(Pass(products, weights, moved, step.loaded, SCORE_INSTRUCTIONS + 3), CAPABILITY, ctas))
         for name, (built, moved, ctas) in passes.items()
     ]
+    return found + ([own_pair()] if has_pairs() and (width, width_v) == (ROWS, ROWS) else [])
+
+
+def has_pairs() -> bool:
+    """Whether this Triton has the words of the kernel with a pair of CTAs."""
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
+
+def own_pair() -> Way:
+    """A step of one CTA of strobe's pair, from its own operands."""
+    step = counted(3, ROWS, ROWS, 2).less(counted(2, ROWS, ROWS, 2))
+    if step.added != ROWS // 2 * ROWS * SUM_BYTES:
+        raise ValueError(f"a step adds {step.added} bytes of dq in a CTA; expected {ROWS // 2 * ROWS * SUM_BYTES}")
+    products = tuple(step.products.elements())
+    done = Pass(products, ROWS * ROWS, step.stored, step.loaded, SCORE_INSTRUCTIONS + 3)
+    return Way("pair, dQ from registers", True, cycles(done, CAPABILITY, 2))
 
 
 def rows(found: list[Way]) -> Iterator[dict[str, Any]]:
@@ -140,7 +165,7 @@ def predicted(found: list[Way]) -> tuple[float, float]:
     """TFLOP/s of this kernel at d128 dense: the busiest unit waits as long as in FlashAttention-4's kernels, of which
     one waits less than the other.
     """
-    own, *others = found
+    own, others = found[0], [way for way in found if way.name in PUBLISHED]
     waits = [way.waiting(PUBLISHED[way.name]) for way in others]
     flops = PEAK * own.cycles.tensor
     low, high = (flops / (own.cycles.busiest + wait) for wait in (max(waits), min(waits)))

@@ -34,6 +34,14 @@ SUITES: dict[str, tuple[str, ...]] = {  # suite -> arguments of pytest; a suite 
     "specimens": ("tests/tools/test_specimens_compile.py",),
     "simulator": ("tests/sim", "-k", "smoke"),
     "clusters": ("tests/sim/test_verdicts_multicta.py", "tests/sim/test_verdicts_pairs.py"),
+    # pairs of CTAs need 3.9; older versions skip these
+    "pairs": (
+        "tests/kernels/blackwell/test_pair_backward.py",
+        "tests/kernels/blackwell/test_pair_backward_barriers.py",
+        "tests/tools/test_blackwell_cycles.py",
+        "-m",
+        "not nightly and not gpu",
+    ),
 }
 NONE_COLLECTED = 5  # pytest's exit code
 _QUOTED = re.compile(r": at \d+:\d+:$")  # Triton's errors start with quoted source and end with the cause

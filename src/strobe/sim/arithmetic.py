@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from triton._C.libtriton import ir
 
-from . import libdevice, ptx
+from . import libdevice, ptx, shares
 from .contraction import Contraction
 from .layouts import Layouts
 from .machine import Machine
@@ -52,10 +52,11 @@ class Arithmetic(Contraction):
     held: Callable[..., np.ndarray | None]
 
     def spend_math(self, like: Value, lanes: int = _LANES) -> None:
-        """Add the modelled time of one instruction on every element."""
+        """Add the modelled time of one instruction on every element that the running CTA holds."""
         if self.machine.mode == "timed":
-            quarters = min(self.machine.current.warps, 4)
-            self.machine.spend(np.size(like._data) / (lanes * quarters) / SM_GHZ)
+            quarters, shape = min(self.machine.current.warps, 4), np.shape(like._data)
+            parts = 1 if self.ctas == 1 else shares.of_registers(self.layouts, shape, like.layout).size
+            self.machine.spend(math.prod(shape) / parts / (lanes * quarters) / SM_GHZ)
 
     def report_fp8(self, elem: str) -> None:
         """Triton has no arithmetic on FP8 numbers: LLVM's operations get them as bytes, and the compiler fails."""

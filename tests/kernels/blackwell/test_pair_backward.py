@@ -88,6 +88,24 @@ def test_gradients_of_lse_and_any_strides_of_dout():
         torch.testing.assert_close(gradient.float(), wanted.float(), atol=3e-2, rtol=3e-2)
 
 
+def _modelled(kernel: str, tiles: int) -> float:
+    """Modelled time of a backward over tiles of 128 queries and the keys of one program."""
+    keys = 256 if kernel == PAIR else 128
+    call = case("timed", tiles * 128, keys).build("cpu", torch.bfloat16, kernel=kernel)._replace(needs_grad=True)
+    out, lse = reference.forward(call)
+    with on(B200, "timed") as run:
+        ops.BACKWARD(
+            torch.ones_like(out).to(torch.bfloat16), out.to(torch.bfloat16), lse.float(), None, *call.arguments
+        )
+    return max(event.end_ns for event in run.events)
+
+
+def test_a_step_takes_less_modelled_time_than_with_one_cta():
+    """dP waits for no reader of dQ. Arithmetic takes the time of the CTA's own part of a tensor."""
+    one, pair = ((_modelled(kernel, 5) - _modelled(kernel, 3)) / 2 for kernel in ("blackwell.backward", PAIR))
+    assert 0.85 * one < pair < 0.95 * one
+
+
 # ---------------------------------------------------------------- barriers
 
 
