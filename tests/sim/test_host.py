@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
 from strobe.sim import Checks, cuda_on_cpu, simulate
 from strobe.sim.command import run as command
@@ -223,3 +224,19 @@ def test_tritons_binding_of_cublas_computes_on_the_cpu():
     expected = a.float() @ b.float().T
     assert torch.equal(product, expected.half())
     assert torch.equal(total, (2 * expected + 0.5 * c.float()).half())
+
+
+def test_a_layer_norm_of_float16_adds_up_its_gradients_in_float32():
+    """As on CUDA. torch's CPU adds the gradient of the weight in float16; Triton's tutorial compares with it."""
+    with cuda_on_cpu("sm_90"):
+        x, w, b = (torch.rand(shape, dtype=torch.float16, device="cuda") for shape in ((1024, 64), (64,), (64,)))
+        given, exact = (
+            [t.detach().to(dtype).requires_grad_() for t in (x, w, b)] for dtype in (x.dtype, torch.float64)
+        )
+        gradient = torch.rand_like(x)
+        for leaves in (given, exact):
+            functional.layer_norm(leaves[0], (64,), *leaves[1:], 1e-5).backward(gradient.to(leaves[0].dtype))
+    largest = float(exact[2].grad.abs().max())
+    assert given[1].grad.dtype == torch.float16
+    for ours, theirs in zip(given, exact, strict=True):  # a rounding of the result, and the inputs' normalisation
+        assert float((ours.grad - theirs.grad).abs().max()) <= 2 * torch.finfo(torch.float16).eps * largest

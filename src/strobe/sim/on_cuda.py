@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import triton.testing
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from triton._C import libtriton
 
@@ -119,9 +120,19 @@ def _tensors_say_cuda() -> Iterator[None]:
         yield
 
 
+def _layer_norm(input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5):
+    """torch's, with 16 bits in float32 as CUDA computes. On a CPU, gradients of the weight are added up in 16 bits."""
+    if input.dtype not in (torch.float16, torch.bfloat16):
+        return functional.layer_norm(input, normalized_shape, weight, bias, eps)
+    wide = [None if one is None else one.float() for one in (weight, bias)]
+    return functional.layer_norm(input.float(), normalized_shape, *wide, eps).to(input.dtype)
+
+
 class _OnCpu(TorchFunctionMode):
     """Replaces the device of calls to torch that do not go by the patched names, such as those of a default device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.layer_norm:
+            return _layer_norm(*args, **(kwargs or {}))
         called = func if func is torch.device else _served(func)  # a device keeps its name until it is used
         return called(*args, **(kwargs or {}))

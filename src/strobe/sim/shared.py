@@ -17,7 +17,7 @@ from .machine import Machine
 from .memory import Actor
 from .pointers import Found, Operator, Part, reduce_into, sums
 from .report import place_text
-from .values import BYTES, STORED, Descriptor, Pieces, Type, Value, Window, from_bits, to_bits
+from .values import BYTES, STORED, Descriptor, Pieces, Reordered, Type, Value, Window, from_bits, to_bits
 
 TMA_LATENCY_NS = 300.0  # issue to arrival, for an L2 hit
 TMA_BYTES_PER_NS = 64.0  # one SM's share of L2 bandwidth
@@ -90,8 +90,8 @@ class SharedMemory(Ctas):
             self._count_shared("load", window, ty.layout)
         if self.ctas > 1:
             return self._read_parts(ty, window)
-        self.machine.touch(window.memory, window.view, False, f"load of {window.label}")
-        data = from_bits(window.view, window.elem)
+        self.machine.touch(window.memory, window.covered, False, f"load of {window.label}")
+        data = from_bits(window.bits(), window.elem)
         self.machine.preempt()
         return Value(data, window.elem, ty.layout)
 
@@ -128,9 +128,10 @@ class SharedMemory(Ctas):
         )
 
     def create_memdesc_reshape(self, window: Window, shape: list[int]) -> Window:
-        view = window.view.reshape(shape)
-        if not np.shares_memory(view, window.view):
-            raise NotImplementedError(f"reshape of {window.label}: a view that is not contiguous")
+        tile = window.covered
+        view = tile.reshape(shape)
+        if isinstance(window.view, Reordered) or not np.shares_memory(view, tile):
+            view = Reordered(tile, shape)
         return Window(window.memory, view, window.elem, self._viewed("reshape", window, shape, shape))
 
     def _viewed(self, operation: str, window: Window, shape: list[int], argument: list[int]) -> Type:

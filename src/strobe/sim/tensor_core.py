@@ -81,8 +81,8 @@ class TensorCores:
     ) -> Callable[[], Any]:
         proxy = "async" if window.memory.space == "shared" else "tensor"
         actor = Actor(agent, number, vector_clock, proxy, f"{what} of {window.label}", place)
-        self.machine.access(window.memory, window.memory.mask_of(window.view), False, actor)
-        return lambda: matrix(window.view, window.elem)
+        self.machine.access(window.memory, window.memory.mask_of(window.covered), False, actor)
+        return lambda: matrix(window.bits(), window.elem)
 
     # ---- wgmma (Hopper)
 

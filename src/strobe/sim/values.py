@@ -194,13 +194,22 @@ class Window:
 
     __slots__ = ("elem", "memory", "named", "type", "view")
 
-    def __init__(self, memory: Memory, view: Any, elem: str, type: Type):  # view: an array or Pieces
+    def __init__(self, memory: Memory, view: Any, elem: str, type: Type):  # view: an array, Pieces or Reordered
         self.memory, self.view, self.elem, self.type = memory, view, elem, type
         self.named = ""  # of a CTA's part: the whole buffer's label
 
     @property
     def address(self) -> int:
         return self.view.__array_interface__["data"][0]
+
+    @property
+    def covered(self) -> np.ndarray:
+        """The elements that it covers, in some order."""
+        return self.view.tile if isinstance(self.view, Reordered) else self.view
+
+    def bits(self) -> np.ndarray:
+        """Its elements now."""
+        return self.view.read() if isinstance(self.view, Reordered) else self.view
 
     @property
     def label(self) -> str:
@@ -226,6 +235,17 @@ class Pieces:
         _, rows, width = self.shape
         block, part = divmod(piece, self.tile.shape[0] // rows)
         return self.tile[part * rows : (part + 1) * rows, block * width : (block + 1) * width]
+
+
+class Reordered:
+    """A read-only view of a buffer whose elements have no strides, such as a transposed view that is reshaped."""
+
+    def __init__(self, tile: np.ndarray, shape: Sequence[int]):
+        self.tile, self.shape = tile, tuple(shape)
+        self.nbytes, self.__array_interface__ = tile.nbytes, tile.__array_interface__
+
+    def read(self) -> np.ndarray:
+        return self.tile.reshape(self.shape)
 
 
 def wraps(strides: list[int], size: int) -> bool:
