@@ -85,6 +85,28 @@ def test_a_layout_moves_elements_to_another_cta(verdict):
 
 
 @gluon.jit
+def count_kernel(counter, seen, out, both: gl.constexpr, split: gl.constexpr):
+    ticket = gl.atomic_add(counter, 1)
+    gl.atomic_add(out + gl.arange(0, 64, both), gl.full([64], 1.0, gl.float32, both))
+    gl.store(seen + gl.program_id(0) * 64 + gl.arange(0, 64, split), gl.full([64], 0, gl.int32, split) + ticket)
+
+
+def test_an_atomic_is_executed_once_for_all_ctas(verdict):
+    def run():
+        counter, seen, out = (
+            torch.zeros(1, dtype=torch.int32),
+            torch.full((3, 64), -1, dtype=torch.int32),
+            torch.zeros(64),
+        )
+        layouts = [gl.BlockedLayout([1], [32], [4], [0], cga_layout=[[step]]) for step in (0, 1)]
+        count_kernel[(3,)](counter, seen, out, *layouts, num_warps=4, num_ctas=2)
+        assert counter == 3 and (out == 3).all()
+        assert (seen == seen[:, :1]).all() and sorted(seen[:, 0].tolist()) == [0, 1, 2]
+
+    verdict(run, seeds=SEEDS)
+
+
+@gluon.jit
 def summing_role(x, out, layout: gl.constexpr):
     gl.store(out, gl.sum(gl.load(x + gl.arange(0, 256, layout)), 0))
 
