@@ -50,9 +50,11 @@ def gluon_kernel(out):
     gl.store(out + at, at)
 
 
-def test_gluon_kernels_of_several_ctas_are_refused_by_line():
-    with pytest.raises(NotImplementedError, match=r"num_ctas=2.* at test_rarer_words\.py:\d+ gluon_kernel"), simulate():
-        gluon_kernel[(1,)](torch.zeros(128, dtype=torch.int32), num_ctas=2)
+def test_without_a_cga_layout_every_cta_holds_all_elements():
+    out = torch.zeros(128, dtype=torch.int32)
+    with simulate():
+        gluon_kernel[(1,)](out, num_ctas=2)
+    assert torch.equal(out, torch.arange(128, dtype=torch.int32))
 
 
 @triton.jit
