@@ -346,6 +346,16 @@ def test_lists_of_key_blocks(name):
         judge(found, call, mods)  # the lists do something
 
 
+def test_tiles_that_do_not_exist_read_no_list(monkeypatch):
+    """The last section of causal heads has tiles of a head behind the last, whose lists would lie behind the tensor."""
+    monkeypatch.setattr(persistent_launch, "even_section", lambda parts, most: 2)
+    listed = Listed(_case("uneven", 260, None, batch=3, heads=(1, 1), mask=CAUSAL), shared=(False, False))
+    call = listed.case.build("cpu", torch.bfloat16, "normal", 5, kernel="hopper")
+    blocks = blocks_for(listed, call, "cpu")
+    found, call, _ = simulated(listed.case, Mods(), blocks, None, ("eager", 0))
+    judge(found, call, Mods(), blocks)
+
+
 # ---------------------------------------------------------------- what the host says
 
 

@@ -110,19 +110,16 @@ class BlockList:
 
     @gluon.jit
     def counts(entry, head, q_start, sees_keys, lists, traits: gl.constexpr):
-        """(num_partial, count) of the tile that begins at row q_start of its sequence."""
+        """(num_partial, count) of the tile that begins at row q_start of its sequence. Only tiles of rows that see keys
+        have a row in the lists.
+        """
         row = list_row(entry, head, q_start, lists, traits)
-        partial = gl.load(lists.kv_num_blocks + row)
-        partial = (
-            gl.where(sees_keys, gl.minimum(gl.maximum(partial, 0), lists.most_blocks), 0) * traits.blocks_per_listed
-        )
+        partial = gl.load(lists.kv_num_blocks + row, mask=sees_keys, other=0)
+        partial = gl.minimum(gl.maximum(partial, 0), lists.most_blocks) * traits.blocks_per_listed
         count = partial
         if traits.has_full_blocks:
-            full = gl.load(lists.full_kv_num_blocks + row)
-            count += (
-                gl.where(sees_keys, gl.minimum(gl.maximum(full, 0), lists.most_full_blocks), 0)
-                * traits.blocks_per_listed
-            )
+            full = gl.load(lists.full_kv_num_blocks + row, mask=sees_keys, other=0)
+            count += gl.minimum(gl.maximum(full, 0), lists.most_full_blocks) * traits.blocks_per_listed
         return partial, count
 
     @gluon.jit

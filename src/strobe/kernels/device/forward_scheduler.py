@@ -90,7 +90,7 @@ class WorkTile:
         """The same tile with the blocks of its list, if the call has lists."""
         if traits.has_block_lists:
             entry, q_start = self.entry(traits), self.q_start(launch.shape, traits)
-            sees_keys = (self.m_start < self.seqlen.seqlen_q) & (self.seqlen.num_keys > 0)
+            sees_keys = self.is_valid & (self.m_start < self.seqlen.seqlen_q) & (self.seqlen.num_keys > 0)
             num_partial, count = BlockList.counts(
                 entry, self.head, q_start, sees_keys, launch.hooks.block_lists, traits
             )
