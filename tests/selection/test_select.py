@@ -308,7 +308,7 @@ def test_explain_prints_the_choice_and_every_reason():
     assert [row[:2] for row in rows if row[0] in ("chosen", "rejected")] == [
         ["chosen", "hopper.forward"], ["chosen", "hopper.backward"], ["rejected", "blackwell.forward"],
         ["rejected", "portable.forward"], ["rejected", "cpu.forward"],
-        ["rejected", "blackwell.backward_pair"], ["rejected", "blackwell.backward"],
+        ["rejected", "blackwell.backward"], ["rejected", "blackwell.backward_pair"],
         ["rejected", "portable.backward"], ["rejected", "cpu.backward"],
     ]  # fmt: skip
     assert "rejected  portable.forward   could run this too; hopper.forward comes first" in text

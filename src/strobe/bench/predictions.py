@@ -3,8 +3,8 @@
     python -m strobe.bench.predictions        JSON lines, one for each pass, shape and variant
 
 It has not run on a Blackwell GPU yet. Each variant of the forward is the same kernel without one optimization. The
-variants of the backward are the kernel with unordered and with ordered adds to dq, and the portable kernel, with whose
-gradients the others are compared. The variants of the decode are its kernel and the portable one. Variants are timed
+variants of the backward are the kernel with unordered and with ordered adds to dq, a pair of CTAs, and the portable
+kernel, with whose gradients the others are compared. The variants of the decode are its kernel and the portable one. Variants are timed
 in turn in one process.
 """
 
@@ -18,6 +18,7 @@ from typing import cast
 
 import torch
 
+from ..kernels.blackwell.kernel import BACKWARD_PAIR
 from ..kernels.protocol import Backward, Forward, Plan
 from ..problem import mask as masks
 from ..problem.cache import quantize_kv
@@ -91,6 +92,7 @@ BACKWARDS: dict[str, dict] = {
     "as it is": {},
     "deterministic": {"deterministic": True},
     "portable": {"kernel": "portable.backward"},
+    "pair": {"kernel": BACKWARD_PAIR.name},  # where it can run
 }
 
 
@@ -103,6 +105,8 @@ def measured_backward(
     masked = Call(q, k, v, needs_grad=True).with_mask(masks.causal() if causal else masks.full())
     target = Target.of(q.device)
     calls = {name: masked._replace(**options) for name, options in BACKWARDS.items()}
+    if BACKWARD_PAIR.why_not(Problem.from_call(masked), target):
+        del calls["pair"]
     choices = {name: select(Problem.from_call(call), target) for name, call in calls.items()}
     out, lse = torch.empty_like(v), torch.empty(sizes[0], sizes[2], sizes[1], device=device)
     choice = choices["as it is"]

@@ -11,7 +11,7 @@ from importlib import import_module
 from .protocol import Kernel
 
 # Each family has a file kernel.py with FORWARD, BACKWARD, DECODE, PAGED and APPEND. It may lack some of them: blackwell
-# has no PAGED and no APPEND, and has BACKWARD_PAIR, a backward with pairs of CTAs that comes before BACKWARD.
+# has no PAGED and no APPEND, and has BACKWARD_PAIR, a backward with pairs of CTAs, for calls that name it.
 FAMILIES = ("blackwell", "hopper", "portable", "cpu")
 
 
@@ -22,13 +22,13 @@ def kernels(direction: str) -> tuple[Kernel, ...]:
     >>> [kernel.name for kernel in kernels("forward")]
     ['blackwell.forward', 'hopper.forward', 'portable.forward', 'cpu.forward']
     >>> [kernel.name for kernel in kernels("backward")]
-    ['blackwell.backward_pair', 'blackwell.backward', 'hopper.backward', 'portable.backward', 'cpu.backward']
+    ['blackwell.backward', 'blackwell.backward_pair', 'hopper.backward', 'portable.backward', 'cpu.backward']
     >>> [kernel.name for kernel in kernels("decode")]
     ['blackwell.decode', 'hopper.decode', 'portable.decode', 'cpu.decode']
     >>> [kernel.name for kernel in kernels("paged")]
     ['hopper.paged', 'portable.paged', 'cpu.paged']
     """
     modules = [import_module(f"strobe.kernels.{family}.kernel") for family in FAMILIES]
-    names = f"{direction.upper()}_PAIR", direction.upper()
+    names = direction.upper(), f"{direction.upper()}_PAIR"
     found = [getattr(module, name, None) for module in modules for name in names]
     return tuple([kernel for kernel in found if kernel is not None])
