@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -64,7 +64,7 @@ def attention() -> Callable[[], Any]:
 
     def run() -> None:
         with simulate("sm_90"):
-            attention_kernel[(4, 4)](q, k, v, out, 512, scale, 128, 64, 64)
+            cast(Any, attention_kernel)[(4, 4)](q, k, v, out, 512, scale, 128, 64, 64)
         expected = ((q.float() @ k.float().transpose(1, 2)) / 8).softmax(-1) @ v.float()
         torch.testing.assert_close(out, expected, atol=5e-3, rtol=0)
 
@@ -77,7 +77,7 @@ def add() -> Callable[[], Any]:
 
     def run() -> None:
         with simulate("sm_90"):
-            add_kernel[(1024,)](x, y, out, 1024)
+            cast(Any, add_kernel)[(1024,)](x, y, out, 1024)
         torch.testing.assert_close(out, x + y, atol=0, rtol=0)
 
     return run
@@ -114,7 +114,7 @@ def measured(scene: Scene, times: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--path", type=Path, help="a folder of unpacked wheels: flag-gems, sqlalchemy")
     parser.add_argument("--only", default="", help="scenes whose name contains this")
     parser.add_argument("--times", type=int, default=3, help="runs of each scene; the fastest counts (3)")

@@ -4,8 +4,8 @@
 
 It has not run on a Blackwell GPU yet. Each variant of the forward is the same kernel without one optimization. The
 variants of the backward are the kernel with unordered and with ordered adds to dq, a pair of CTAs, and the portable
-kernel, with whose gradients the others are compared. The variants of the decode are its kernel and the portable one. Variants are timed
-in turn in one process.
+kernel, with whose gradients the others are compared. The variants of the decode are its kernel and the portable one.
+Variants are timed in turn in one process.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def _layer_norm(input: torch.Tensor, normalized_shape: Any, weight: Any = None, 
     """torch's, with 16 bits in float32 as CUDA computes. On a CPU, gradients of the weight are added up in 16 bits."""
     if input.dtype not in (torch.float16, torch.bfloat16):
         return functional.layer_norm(input, normalized_shape, weight, bias, eps)
-    wide = [None if one is None else one.float() for one in (weight, bias)]
-    return functional.layer_norm(input.float(), normalized_shape, *wide, eps).to(input.dtype)
+    weight, bias = (None if one is None else one.float() for one in (weight, bias))
+    return functional.layer_norm(input.float(), normalized_shape, weight, bias, eps).to(input.dtype)
 
 
 class _OnCpu(TorchFunctionMode):
