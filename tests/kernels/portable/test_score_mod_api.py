@@ -65,7 +65,8 @@ def test_what_it_cannot_run_says_why():
     slopes = torch.rand(4, requires_grad=True)
     for words, run in (
         ("atomics", lambda: strobe.attention(
-            q, k, v, score_mod=strobe.alibi(slopes), deterministic=True, kernel="portable")),
+            q, k, v, score_mod=strobe.alibi(slopes), deterministic=True, dropout_p=0.5, dropout_seed=1,
+            kernel="portable")),
         ("batch_invariant", lambda: strobe.attention(
             q, k, v, score_mod=strobe.alibi(slopes), batch_invariant=True, kernel="portable")),
     ):  # fmt: skip
