@@ -7,18 +7,17 @@ together. So it does not see that the compute warps must meet between reading S^
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 pytest.importorskip("triton")
 
 from strobe.kernels.blackwell import backward
-from strobe.sim import Checks, simulate
+from strobe.sim import Checks
 from strobe.sim.mutate import Mutant, mutants
-from strobe.sim.scene import FAILURES, Scene, replaced
+from strobe.sim.scene import Scene
+from tests.kernels.blackwell.each_mutant import noticed, notices
 
 SCENES = (
     "backward_d64",
@@ -53,7 +52,7 @@ def _checks(name: str) -> Checks:
 
 @pytest.mark.parametrize("name", SCENES)
 def test_the_kernel_as_it_is_has_no_fault(name):
-    assert _noticed(_scene(name), None, _checks(name)) == ""
+    assert noticed(_scene(name), None, _checks(name)) == ""
 
 
 def test_the_waits_that_are_kept_are_those_of_compute():
@@ -64,27 +63,8 @@ def test_the_waits_that_are_kept_are_those_of_compute():
 @pytest.mark.parts(3)
 @pytest.mark.parametrize("file, mutant", _cases())
 def test_each_synchronisation_is_needed(file: Path, mutant: Mutant):
-    assert any(_notices(name, file, mutant) for name in SCENES), str(mutant)
+    assert any(notices(_scene(name), file, mutant, _checks(name)) for name in SCENES), str(mutant)
 
 
 def _scene(name: str) -> Scene:
     return Scene(f"{HERE / 'blackwell_scenes.py'}::{name}", [])
-
-
-def _notices(name: str, file: Path, mutant: Mutant) -> str:
-    scene = _scene(name)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        replaced(file, mutant.source, Path(folder) / f"mutant_{abs(hash(str(mutant)))}", scene.path) as module,
-    ):
-        return _noticed(scene, module, _checks(name))
-
-
-def _noticed(scene: Scene, module: ModuleType | None, checks: Checks) -> str:
-    with simulate("sm_100", "eager", 0, check=False, max_reports=1, checks=checks) as run:
-        run.machine.max_steps = 50_000
-        try:
-            scene(module)
-        except FAILURES as error:
-            return type(error).__name__
-    return run.reports[0].kind if run.reports else ""
