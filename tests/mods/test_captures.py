@@ -1,4 +1,4 @@
-"""A value that a function reads and that has changed since its trace is read anew, wherever the value lies."""
+"""A traced function is traced again after a value that it reads has changed, for each place that can hold a value."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _class_of(value: Any) -> type:
 
 
 def identity_of(value: Any) -> Hashable:
-    """What tells a value from others while a function is walked. A Namespace is made anew each time it is met."""
+    """A key that is equal for the same object. A Namespace is created at each visit, so its object and names count."""
     return (id(value.real), value.names) if isinstance(value, Namespace) else id(value)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +20,25 @@ from ..problem.problem import Problem
 from . import attention, decode, mods, mods_paged, paged
 
 
+class _Cached(NamedTuple):
+    """The functions that run a call over a cache."""
+
+    run: Callable[[Any], Any]  # without functions of scores and masks
+    bind: Callable[..., Any]  # adds functions to a call
+    operator: Callable[..., Any]  # runs a call with functions
+
+
 def run_example(problem: Any, device: torch.device, score: object = None, mask: Mask | None = None) -> None:
     """Run a problem once on zeros. score, mask: the functions of a problem that has some.
 
     Raises InvalidProblem if they are missing or not the problem's, TypeError for a value that is not a problem.
     """
     if isinstance(problem, PagedProblem):
-        _run_paged(problem, device, score, checked_mask(mask))
+        how = _Cached(paged.run, mods_paged.bind, mods_paged.PAGED)
+        _run_cached(problem, device, score, checked_mask(mask), how)
     elif isinstance(problem, DecodeProblem):
-        _run_decode(problem, device, score, checked_mask(mask))
+        how = _Cached(decode.run, mods.bind_decode, mods.DECODE)
+        _run_cached(problem, device, score, checked_mask(mask), how)
     elif isinstance(problem, Problem):
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             _run_attention(problem, device, score, mask)
@@ -59,24 +69,16 @@ def _differentiate(problem: Problem, call: Call, results: Sequence[Tensor]) -> N
         torch.autograd.grad(results[:count], call[:3], zeros, retain_graph=True)
 
 
-def _run_decode(problem: DecodeProblem, device: torch.device, score: object, mask: Mask | None) -> None:
+def _run_cached(
+    problem: DecodeProblem | PagedProblem, device: torch.device, score: object, mask: Mask | None, how: _Cached
+) -> None:
     if problem.mods is None:
-        decode.run(problem.example(device))
+        how.run(problem.example(device))
         return
     call = replace(problem, mods=None).example(device)
-    call = mods.bind_decode(call, *_functions(problem.mods, score, mask))
+    call = how.bind(call, *_functions(problem.mods, score, mask))
     _check_same(problem.mods, None if call.mods is None else call.mods.texts)
-    mods.DECODE(*mods.arguments(call))
-
-
-def _run_paged(problem: PagedProblem, device: torch.device, score: object, mask: Mask | None) -> None:
-    if problem.mods is None:
-        paged.run(problem.example(device))
-        return
-    call = replace(problem, mods=None).example(device)
-    call = mods_paged.bind(call, *_functions(problem.mods, score, mask))
-    _check_same(problem.mods, None if call.mods is None else call.mods.texts)
-    mods_paged.PAGED(*mods.arguments(call))
+    how.operator(*mods.arguments(call))
 
 
 def _functions(texts: ModTexts, score: object, mask: Mask | None) -> tuple[object, Mask | None]:
