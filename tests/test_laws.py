@@ -424,6 +424,13 @@ def test_nothing_dangerous_is_called(name):
         assert shell == [], f"{name}:{node.lineno} starts a shell"
 
 
+def test_results_are_small():
+    size = sum(
+        file.stat().st_size for file in (REPOSITORY / "results").iterdir() if not file.name.endswith("journal.jsonl")
+    )
+    assert size < 2_000_000, f"results/ holds {size} bytes: pack the rows, or take away those that no page quotes"
+
+
 # ---------------------------------------------------------------- words
 
 

@@ -231,6 +231,22 @@ def test_the_record_gives_back_every_row(tmp_path):
     assert read(tmp_path / "none.jsonl") == []
 
 
+def test_the_record_holds_compile_times_that_a_table_shows_and_one_triton_version_once(tmp_path):
+    file, shown = tmp_path / "compiled.jsonl", Unit("portable", budget.ON_EVERY_TARGET, "sm_90")
+    usual = {"spill_store_bytes": 0, "spill_load_bytes": 0, "stack_bytes": 0, "tensor_columns": 0, "serialized": False}
+    told = usual | {"instructions": {}, "seconds": 1.5}
+    rows = [_row(UNITS[0], 1) | told | {"triton": "3.6.0"}, _row(shown, 2) | told | {"triton": "3.6.0"}]
+    kept = [{name: value for name, value in rows[0].items() if name != "seconds"}, rows[1]]
+    file.write_text(packed(rows))
+    assert UNITS[0].case != shown.case and read(file) == kept and file.read_text().count("3.6.0") == 1
+    kept[0] = kept[0] | {"triton": "3.9.0"}
+    file.write_text(packed(kept))
+    assert read(file) == kept
+    earlier = {"columns": {"instructions": [], "roles": []}, "configs": ["stages=2"]}, {"kernel": "k", "config": 0}
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in earlier))
+    assert read(file) == [usual | {"kernel": "k", "config": "stages=2", "instructions": {}}]
+
+
 def test_the_command_puts_new_rows_in_the_place_of_old_ones_and_fails_over_budget(tmp_path, monkeypatch, capsys):
     results, unit = tmp_path / "compiled.jsonl", Unit("portable", "d128 causal", "sm_90")
     old = [

@@ -34,41 +34,64 @@ def add_results(parser: argparse.ArgumentParser, default: Path) -> None:
     )  # fmt: skip
 
 
+# in a file, a row is a list of these values, and an object with its other values if it has any
+_IN_ORDER = (
+    "family", "kernel", "case", "target", "config",
+    "registers", "shared_bytes", "warps", "instructions", "code", "source",
+)  # fmt: skip
+
+
 def packed(rows: Iterable[dict]) -> str:
-    """Rows as the lines of a file, which `read` turns back. The first line names the columns of `instructions` and of
-    each loop in `roles`, which are lists in the others. A row without a value of a column holds null there. The first
-    line also lists the configs, and `config` in the others is a place in that list.
+    """Rows as the lines of a file, which `read` turns back, without the compile times that no table shows. The first
+    line names the columns of a row, of its instructions and of each loop in its roles. It lists the configs, and a row
+    holds a place in that list. It holds the Triton version if all rows have the same. Values that a row lacks are null.
 
     >>> print(packed([{"kernel": "k", "config": "block_m=64", "stack_bytes": 0, "warps": 4}]).splitlines()[1])
-    {"kernel":"k","config":0,"warps":4}
+    [null,"k",null,null,0,null,null,4,null,null,null]
     """
     rows = list(rows)
-    columns = {"instructions": list(COUNTED), "roles": ["role", "total", "least", *KINDS]}
+    columns = {"row": [*_IN_ORDER], "instructions": [*COUNTED], "roles": ["role", "total", "least", *KINDS]}
     configs = list(dict.fromkeys(row["config"] for row in rows if "config" in row))
     place = {config: n for n, config in enumerate(configs)}
-    lines = [json.dumps({"columns": columns, "configs": configs})]
+    versions = {row.get("triton") for row in rows}
+    common = {"triton": versions.pop()} if len(versions) == 1 and None not in versions else {}
+    lines = [json.dumps({"columns": columns, "configs": configs, **common})]
     for row in rows:
         short = {name: value for name, value in row.items() if name not in _USUAL or value != _USUAL[name]}
+        short = {name: value for name, value in short.items() if name not in common}
+        if row.get("case") != budget.ON_EVERY_TARGET:
+            short.pop("seconds", None)
         if "config" in row:
             short["config"] = place[row["config"]]
-        if counts := row.get("instructions"):
-            short["instructions"] = [counts.get(name) for name in COUNTED]
+        if "instructions" in row:
+            counts = row["instructions"]
+            short["instructions"] = [counts.get(name) for name in COUNTED] if counts else []
         if "roles" in row:
             short["roles"] = [[loop.get(name) for name in columns["roles"]] for loop in row["roles"]]
-        lines.append(json.dumps(short, separators=(",", ":")))
+        values = [short.pop(name, None) for name in _IN_ORDER]
+        lines.append(json.dumps([*values, *([short] if short else [])], separators=(",", ":")))
     return "".join(f"{line}\n" for line in lines)
 
 
 def read(path: Path) -> list[dict]:
-    """The rows of a file written by `packed`, or with one JSON object a row. Empty if there is no file."""
+    """The rows of a file written by `packed`, of this version or an earlier one, or with one JSON object a row. Empty
+    if there is no file.
+    """
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if not rows or "columns" not in rows[0]:
         return rows
     first = rows.pop(0)
-    return [_unpacked(row, first["columns"], first.get("configs", [])) for row in rows]
+    return [_unpacked(row, **first) for row in rows]
 
 
-def _unpacked(row: dict, columns: dict[str, list[str]], configs: list[str]) -> dict:
+def _unpacked(
+    row: list | dict, columns: dict[str, list[str]], configs: Sequence[str] = (), triton: str | None = None
+) -> dict:
+    if isinstance(row, list):
+        count = len(columns["row"])
+        row = {**_named(columns["row"], row[:count]), **(row[count] if len(row) > count else {})}
+    if triton is not None:
+        row = {**row, "triton": triton}
     if isinstance(row.get("config"), int):
         row = {**row, "config": configs[row["config"]]}
     if "error" in row:
