@@ -101,10 +101,11 @@ pairs: install
 unit:
 	$(PYTEST) $(SPREAD) -m "$(MARKS)" $(addprefix --ignore ,$(INTERPRETED) $(OFFLINE))
 
+# tests that have passed on the same files are not run again: .nightly holds the outcomes, results/nightly.jsonl the counts.
+# JOBS=32 for more processes; NIGHTLY='--read FILE' counts outcomes of another machine
+JOBS ?= 2
 nightly: install
-	$(PYTEST) -n 2 -m nightly --ignore $(INTERPRETED)
-	TRITON_INTERPRET=1 $(PYTEST) -m nightly $(INTERPRETED)
-	$(MAKE) --no-print-directory drift matrix
+	$(BIN)/python -m tools.nightly --jobs $(JOBS) $(NIGHTLY)
 
 demo: install
 	$(BIN)/python -m examples.demo
