@@ -1,5 +1,5 @@
-"""NumPy and torch use one thread here and in processes that tests start: pytest has a worker for each core, and products
-of simulated tiles take four times as long if OpenBLAS divides them among threads that have no core.
+"""NumPy and torch use one thread here and in processes that tests start. pytest has a worker for each core: products of
+simulated tiles take four times as long if OpenBLAS divides them among threads that have no core.
 """
 
 import os
