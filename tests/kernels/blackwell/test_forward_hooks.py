@@ -4,6 +4,7 @@ functions of scores and masks (`device.forward_hooks`), and lists of key blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,10 +19,12 @@ from strobe.ops import mods as ops_mods
 from strobe.problem.call import Call
 from strobe.problem.mask import Mask
 from strobe.problem.target import FAKES
+from strobe.testing import Case
 from strobe.testing.mods import Functions, dense
 from tests.kernels.blackwell.blackwell_scenes import B200
-from tests.kernels.score_mod_oracle import judge_against
-from tools.proof.compile import compile_job, recording
+from tests.kernels.hopper.hopper_cases import CAUSAL
+from tests.kernels.score_mod_oracle import Mods, exact, judge_against
+from tools.proof.compile import Report, compile_job, recording
 from tools.proof.simulate import on, posing
 
 POLYNOMIAL = 1.0e-4  # relative error of bfloat16's exponentials by multiply-adds (device.softmax.exp2_by_fma)
@@ -129,6 +132,53 @@ def test_blocks_in_no_list_are_not_visited(monkeypatch):
     assert torch.equal(found.out, exact.out) and torch.equal(found.lse, exact.lse)
 
 
+# name -> lengths of queries and of keys, heads, options, functions
+PACKED = {
+    "causal": ((130, 0, 1, 65), (200, 3, 150, 65), (2, 2), {"mask": CAUSAL, "outside": (3, 5)},
+               Functions(_each_index, _every_third)),
+    "packed heads": ((3, 1, 33), (140, 3, 130), (6, 2), {}, Functions(_each_index)),
+}  # fmt: skip
+
+
+def _packed(lengths_q, lengths_k, heads, **options) -> Call:
+    case = Case("packed", lengths_q=lengths_q, lengths_k=lengths_k, heads=heads, head_dim=64, **options)
+    return case.build("cpu", torch.bfloat16, kernel="blackwell")._replace(needs_grad=False)
+
+
+def _check_packed(call: Call, functions: Functions) -> list[str]:
+    """Raises AssertionError if out or LSE differ from the oracle. The kernels that ran."""
+    seen = None if functions.mask is None else strobe.mask_mod(functions.mask)
+    with torch.no_grad(), on(B200) as run:
+        out, lse, _ = ops_mods.run(ops_mods.bind(call, functions.score, seen))
+    assert run.reports == []
+    with torch.no_grad():
+        wanted = exact(call, Mods(score=functions.score, mask=functions.mask))
+        judge_against(Forward(out, lse), call, *wanted, POLYNOMIAL)
+    return run.launches
+
+
+@pytest.mark.parametrize("name", ("causal", pytest.param("packed heads", marks=pytest.mark.nightly)))
+def test_functions_of_packed_sequences(name):
+    lengths_q, lengths_k, heads, options, functions = PACKED[name]
+    assert _check_packed(_packed(lengths_q, lengths_k, heads, **options), functions) == ["forward_kernel"]
+
+
+@pytest.mark.parametrize(("heads", "mask"), (pytest.param((2, 2), CAUSAL, marks=pytest.mark.nightly), ((4, 1), None)))
+def test_lists_of_packed_sequences(heads, mask, monkeypatch):
+    """Lists of each sequence and head, or of each sequence and all heads, whose tiles pack heads."""
+    monkeypatch.setattr(mask_blocks, "FEWEST_ELEMENTS", 1)
+    options = {"outside": (3, 5)} if mask is None else {"outside": (3, 5), "mask": mask}
+    call = _packed((130, 0, 1, 265), (300, 3, 150, 390), heads, **options)
+    call = call._replace(max_seqlen_q=265, max_seqlen_k=390)
+    few = _few if mask is not None else lambda b, h, i, j: _few(b, 0, i, j)
+    with posing(B200):
+        choice = ops_mods.choice(call, _each_index, strobe.mask_mod(few))
+    traits = choice.forward.config.traits
+    assert traits.has_block_lists and traits.tuning.pack_gqa == (1 if mask is not None else 4)
+    launches = _check_packed(call, Functions(_each_index, few))
+    assert launches == ["kinds_kernel", "forward_kernel"]
+
+
 @pytest.mark.parametrize("sinks", (False, True))
 def test_rows_that_a_function_hides(sinks):
     call = _call(130, 200)._replace(sinks=torch.tensor([0.5, -3.0]) if sinks else None)
@@ -155,8 +205,7 @@ def test_selection():
         assert why(dropped)["blackwell.forward"] == "drops no weights (dropout_p)"
         offsets = torch.tensor([0, 20, 64], dtype=torch.int32)
         packed = strobe.explain_varlen(q[0], k[0], v[0], cu_seqlens_q=offsets, score_mod=score)
-        assert packed.forward.kernel.name == "portable.forward"
-        assert why(packed)["blackwell.forward"] == "runs no functions over packed sequences"
+        assert packed.forward.kernel.name == "blackwell.forward"
 
 
 def test_gradients_on_the_portable_backward():
@@ -176,8 +225,8 @@ def test_gradients_on_the_portable_backward():
             with on(B200):
                 out = run()
                 found.append([out, *torch.autograd.grad(out, [*leaves, slopes], up.to(dtype))])
-    for exact, got in zip(*found):
-        assert ((got.float() - exact).norm() / exact.norm()).item() < 1e-2
+    for wanted, got in zip(*found):
+        assert ((got.float() - wanted).norm() / wanted.norm()).item() < 1e-2
 
 
 COMPILED = {
@@ -187,16 +236,33 @@ COMPILED = {
 }
 
 
+def _compiled(attend: Callable[[], object]) -> Report:
+    with torch.no_grad(), posing(FAKES["B200"]), recording(FAKES["B200"]) as jobs:
+        attend()
+    (job,) = [job for job in jobs if job.name == "forward_kernel"]
+    return compile_job(job)
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles_for_gpus(name):
     """Machine code for sm_100; its softmax may keep functions in registers."""
     width, score, seen, mask = COMPILED[name]
     seen = mask if seen is None else strobe.mask_mod(seen)
     call = _call(2048, 2048, (4, 4), width)
-    with torch.no_grad(), posing(FAKES["B200"]), recording(FAKES["B200"]) as jobs:
-        strobe.attention(*call[:3], score_mod=score, mask=seen, kernel="blackwell")
-    (job,) = [job for job in jobs if job.name == "forward_kernel"]
-    found = compile_job(job)
+    found = _compiled(lambda: strobe.attention(*call[:3], score_mod=score, mask=seen, kernel="blackwell"))
+    assert found.spill_bytes <= 64 and found.capability == 100
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", COMPILED)
+def test_packed_sequences_compile_for_gpus(name):
+    """With lists of blocks if there is a mask function. They spill no more than functions of dense tensors."""
+    width, score, seen, mask = COMPILED[name]
+    seen = mask if seen is None else strobe.mask_mod(seen)
+    tensors = [t[0] for t in _call(4096, 4096, (4, 4), width)[:3]]
+    options = {"cu_seqlens_q": torch.tensor([0, 2048, 4096], dtype=torch.int32), "max_seqlen_q": 2048}
+    options |= {"score_mod": score, "mask": seen, "kernel": "blackwell"}
+    found = _compiled(lambda: strobe.attention_varlen(*tensors, **options))
     assert found.spill_bytes <= 64 and found.capability == 100
 
 

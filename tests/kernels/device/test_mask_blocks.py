@@ -239,6 +239,73 @@ def test_lists_of_packed_sequences_follow_the_offsets():
     assert mask_blocks.sizes_of(Problem.from_call(unbounded)) is None
 
 
+# name -> what a mask function of packed sequences reads: all heads share lists, or each has its own
+PACKED = {
+    "shared": packed_mask,
+    "per head": lambda ids: packed_mask(ids) & strobe.mask_mod(lambda b, h, q, k: h != k // 70),
+}
+
+
+def packed_gradients(name: str, device: str, **options: Any) -> tuple[list[Tensor], str]:
+    """Gradients of q, k, v and of slopes that a score captures, and the Choice."""
+    mask, (tensors, offsets) = PACKED[name](_ids(device)), packed_tensors(device)
+    slopes = torch.linspace(0.1, 0.4, 4, device=device, requires_grad=True)
+    score = lambda s, b, h, q, k: s * (1 + 0.1 * b) - slopes[h] * (k % 9)
+    if not options:
+        tensors = [t.float() for t in tensors]
+    leaves = [t.requires_grad_() for t in tensors]
+    options = offsets | options | {"mask": mask, "score_mod": score}
+    out = strobe.attention_varlen(*leaves, **options)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+    found = torch.autograd.grad(out, [*leaves, slopes], dout.to(device, out.dtype))
+    return list(found), str(strobe.explain_varlen(*leaves, **options))
+
+
+def assert_gradients(found: list[Tensor], name: str) -> None:
+    """Against the CPU kernel in float32."""
+    wanted, _ = packed_gradients(name, "cpu")
+    for grad, right in zip(found, wanted):
+        assert float((grad.cpu().float() - right).norm() / right.norm()) <= 1.2e-2
+
+
+@pytest.mark.parametrize("name", ("shared", pytest.param("per head", marks=pytest.mark.nightly)))
+def test_gradients_of_packed_sequences(name):
+    with on(H200) as run:
+        found, choice = packed_gradients(name, "cpu", kernel="hopper")
+    assert run.reports == [] and choice.count("block lists") == 2
+    assert run.launches.count("kinds_kernel") == 1 and "backward_kernel" in run.launches
+    assert_gradients(found, name)
+
+
+@pytest.mark.parametrize("longest", (140, 64))
+def test_keys_outside_every_sequence_and_a_sequence_longer_than_promised(longest):
+    """Nothing behind the lists is read. Keys that no query sees have gradients of 0."""
+    draw = torch.Generator().manual_seed(3)
+    leaves = [torch.randn(160, 1, 64, generator=draw).bfloat16().requires_grad_() for _ in range(3)]
+    offsets = torch.tensor([6, 16, 156], dtype=torch.int32)
+    mask = strobe.mask_mod(lambda b, h, q, k: (q + k) % 3 != b)
+
+    def gradients(leaves: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+        out = strobe.attention_varlen(*leaves, cu_seqlens_q=offsets, mask=mask, **options)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    with on(H200) as run:
+        found = gradients(leaves, max_seqlen_q=140, max_seqlen_k=longest, kernel="hopper")
+    assert run.reports == [] and "kinds_kernel" in run.launches
+    assert all(grad[:6].abs().max() == grad[156:].abs().max() == 0 for grad in found)
+    if longest == 140:
+        for grad, right in zip(found, gradients([t.detach().float().requires_grad_() for t in leaves])):
+            assert float((grad.float() - right).norm() / right.norm()) <= 1.2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PACKED)
+def test_gradients_of_packed_sequences_on_a_gpu(name):
+    found, choice = packed_gradients(name, "cuda", kernel="hopper")
+    assert choice.count("block lists") == 2
+    assert_gradients(found, name)
+
+
 @pytest.mark.gpu
 def test_packed_sequences_on_a_gpu():
     assert_of_packed(over_packed("cuda"))

@@ -368,7 +368,7 @@ def test_lists_of_query_blocks(name):
 
 def test_what_has_no_lists():
     for options, why in (
-        ({"mask": key_lengths(70)}, "packed sequences, documents, prefixes and key lengths"),
+        ({"mask": key_lengths(70)}, "documents, prefixes and key lengths"),
         ({"heads": (2, 1), "head_dim": 192, "head_dim_v": 128}, "192/128"),
     ):
         call = _case("none", 130, 260, **options).build("cpu", torch.bfloat16, kernel="hopper")

@@ -47,7 +47,7 @@ class LoadWarp:
                 upcoming = scheduler.advance(num_tiles, counter, traits)
             work = self.current_work(scheduler)
             exists = work.is_valid
-            if traits.has_block_lists:
+            if traits.has_block_lists and not traits.packed:
                 shape = self.launch.shape
                 exists = scheduler.tile_index < shape.batch * shape.heads * shape.num_m_blocks
             # the end is published here, too: behind the loop, that kept a lane's index in a register of all roles
@@ -64,7 +64,7 @@ class LoadWarp:
             batch, shape.heads, shape.seqlen_q, shape.seqlen_k, shape.num_m_blocks, shape.l2_heads, 0, 0, 0
         )
         launch = LaunchParams(launch.num_tiles, shape, opaque_window(launch.window), launch.softmax, launch.hooks)
-        if self.traits.has_block_lists:  # which have no row for the tile behind the last, at which the loop ends
+        if self.traits.has_block_lists and not self.traits.packed:  # no list of a tile behind the last, an end, is read
             last = batch * shape.heads * shape.num_m_blocks - 1
             scheduler = TileScheduler(scheduler.turn, gl.minimum(scheduler.tile_index, last), scheduler.row)
         return scheduler.get_current_work(self.cu_seqlens, None, launch, self.workspace.errors, self.traits)
@@ -74,7 +74,7 @@ class LoadWarp:
         """Publish a tile and load Q[0], K, Q[1], V of the first block, then K and V of each further block."""
         traits: gl.constexpr = self.traits
         pipes, maps, shape = self.pipes, self.maps, self.launch.shape
-        pipes.work.publish_dense(state.work, work)
+        pipes.work.publish_dense(state.work, work, traits)
         kv, q, work_state = state.kv, state.q, state.work.advance()
         blocks = work.blocks(self.launch, traits)
         if blocks.count > 0:

@@ -90,8 +90,6 @@ class BlackwellForward:
             return _needs_tensor_memory(target)
         if problem.batch_invariant:
             return "batch_invariant=True needs a decode with the same bits, which this family lacks"
-        if problem.mods is not None and problem.packed:
-            return "runs no functions over packed sequences"
         return (
             against_texts(problem)
             or _against_widths(problem)

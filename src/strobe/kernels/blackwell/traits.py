@@ -100,11 +100,6 @@ class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
         return False
 
     @property
-    def numbers_sequences(self) -> bool:
-        """No: published tiles have no word for it."""
-        return False
-
-    @property
     def longest_tiles_first(self) -> bool:
         """Not with block lists, which say themselves what a tile visits; sections of heads may have further tiles."""
         return super().longest_tiles_first and not self.has_block_lists

@@ -30,7 +30,7 @@ from .tile_scheduler import END, NUM_BLOCKS, WORDS, FourWordRows, read_words, wo
 from .tma import HeadRows
 
 # Words of a published tile, in the order of `publish`, that are read by name. A dense or packed tile without redo has 8
-# words.
+# words: a packed tile, whose batch is 0, has its sequence in word 0.
 REDO: gl.constexpr = gl.constexpr(8)
 OFFSET_K: gl.constexpr = gl.constexpr(9)
 NUM_KEYS: gl.constexpr = gl.constexpr(10)
@@ -421,11 +421,11 @@ class WorkTilePipeline:
         self.producer_commit(state)
 
     @gluon.jit
-    def publish_dense(self, state, work):
+    def publish_dense(self, state, work, traits: gl.constexpr):
         """A tile of a kernel without key ranges and redo, or its end, in 8 words."""
         seqlen, slot = work.seqlen, FourWordRows.of_slot(self.words, state.index)
         self.producer_acquire(state)
-        slot.store(0, work.batch, work.head, work.m_start, work.n_block_min)
+        slot.store(0, work.entry(traits), work.head, work.m_start, work.n_block_min)
         slot.store(1, work.num_n_blocks, seqlen.offset_q, seqlen.seqlen_q, seqlen.seqlen_k)
         self.producer_commit(state)
 
@@ -542,7 +542,10 @@ class WorkTilePipeline:
         seqlen = SeqlenInfo(offset_q, seqlen_q, gl.to_tensor(0), seqlen_k, seqlen_k, 0)
         sequence = None
         if traits.numbers_sequences:
-            sequence = word(row, SEQUENCE)
+            if self.words.shape[1] == WORDS:
+                sequence = word(row, SEQUENCE)
+            else:
+                sequence, batch = batch, gl.to_tensor(0)
         return WorkTile(
             gl.to_tensor(True),
             batch,

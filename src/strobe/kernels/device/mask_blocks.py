@@ -8,7 +8,7 @@
 The mask itself is never in memory: 16k x 16k has 64 KB of kinds. Lists are kept by the text of the function and by the
 storage, the view and the version of each tensor that it captures. So a tensor that changes in place has new lists.
 
-Packed sequences have lists of their own, of as many blocks as the longest sequence may have, for the forward only.
+Packed sequences have lists of their own, of as many blocks as the longest sequence may have.
 """
 
 from __future__ import annotations

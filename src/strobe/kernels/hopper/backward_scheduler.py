@@ -75,13 +75,17 @@ class QueryBlockList:
     from_last: Value  # None, as in BlockInfo
 
     @gluon.jit
-    def of_tile(entry, head, n_start, lists, traits: gl.constexpr):
-        row = entry * lists.stride_batch + head * lists.stride_head + n_start // traits.block_n
-        num_partial = listed_blocks(lists.q_num_blocks + row, lists)
+    def of_tile(entry, head, n_start, seqlen_q, lists, traits: gl.constexpr):
+        """entry: the batch entry or the packed sequence, which has seqlen_q queries."""
+        n_block = n_start // traits.block_n
+        if traits.packed:  # a sequence longer than promised, whose results are NaN
+            n_block = gl.minimum(n_block, lists.num_n_blocks - 1)
+        row = entry * lists.stride_batch + head * lists.stride_head + n_block
+        num_partial = listed_blocks(lists.q_num_blocks + row, seqlen_q, lists, traits)
         first = row.to(gl.int64) * lists.most_blocks
         count, full_q_indices = num_partial, None
         if traits.has_full_blocks:
-            count += listed_blocks(lists.full_q_num_blocks + row, lists)
+            count += listed_blocks(lists.full_q_num_blocks + row, seqlen_q, lists, traits)
             full_q_indices = lists.full_q_indices + first
         return QueryBlockList(count, num_partial, lists.q_indices + first, full_q_indices, None)
 
@@ -102,8 +106,12 @@ class QueryBlockList:
 
 
 @gluon.jit
-def listed_blocks(count, lists):
-    return gl.minimum(gl.maximum(gl.load(count), 0), lists.most_blocks)
+def listed_blocks(pointer, seqlen_q, lists, traits: gl.constexpr):
+    """A count of a list. Packed keys outside every sequence have no list, and no query."""
+    count = gl.minimum(gl.maximum(gl.load(pointer), 0), lists.most_blocks)
+    if traits.packed:
+        count = gl.where(seqlen_q > 0, count, 0)
+    return count
 
 
 @record
@@ -284,7 +292,8 @@ def work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
     m_start = m_begin * traits.block_m
     if traits.has_block_lists:
         head, m_start = head_part * traits.heads_per_program, zero
-        blocks = QueryBlockList.of_tile(batch, head, n_start, launch.hooks.block_lists, traits)
+        entry = index if traits.packed else batch
+        blocks = QueryBlockList.of_tile(entry, head, n_start, seqlen_q, launch.hooks.block_lists, traits)
     seqlen = SeqlenInfo(offset_q, zero + seqlen_q, offset_k, zero + seqlen_k, zero + seqlen_k, 0)
     return WorkTile(
         n_start < seqlen_k,
@@ -470,7 +479,8 @@ class WorkTilePipeline:
         batch = word(row, 0)
         if traits.has_block_lists:
             head, n_start = word(row, 1) * traits.heads_per_program, word(row, 2)
-            blocks = QueryBlockList.of_tile(batch, head, n_start, launch.hooks.block_lists, traits)
+            entry = sequence if traits.packed else batch
+            blocks = QueryBlockList.of_tile(entry, head, n_start, seqlen.seqlen_q, launch.hooks.block_lists, traits)
         return WorkTile(
             batch >= 0,
             batch,

@@ -43,8 +43,8 @@ def backward_with_hooks(
 
 def against_lists(traits: BackwardTraits, per_head: bool) -> str | None:
     """Why a backward visits no lists of blocks, or None."""
-    if traits.packed or traits.key_ranges:
-        return "packed sequences, documents, prefixes and key lengths have none"
+    if traits.key_ranges:
+        return "documents, prefixes and key lengths have none"
     if traits.deterministic:
         return "deterministic gradients count on tiles of keys in order"
     if per_head and traits.group > 1 and traits.block_d != traits.block_dv:

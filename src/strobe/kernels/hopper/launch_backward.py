@@ -74,7 +74,7 @@ class QueryBlockLists(NamedTuple):
     Masks hold in partial blocks. A full block promises that all of its rows see all of its keys.
     """
 
-    q_num_blocks: Any  # [B or 1, H or 1, N]: how many partial blocks
+    q_num_blocks: Any  # [B or 1, H or 1, N]: how many partial blocks; packed: a row for each sequence
     q_indices: Any  # [B or 1, H or 1, N, M]: their numbers
     full_q_num_blocks: Any = None  # the same of full blocks
     full_q_indices: Any = None
@@ -90,6 +90,7 @@ class QueryBlockListParams(NamedTuple):
     stride_batch: Any
     stride_head: Any
     most_blocks: Any  # M
+    num_n_blocks: Any  # N
 
 
 class HookParams(NamedTuple):
@@ -226,7 +227,7 @@ class BackwardHooks(NamedTuple):
             return None
         entries, heads, blocks = self.block_lists.q_num_blocks.shape
         strides = (heads * blocks if entries > 1 else 0, blocks if heads > 1 else 0)
-        return QueryBlockListParams(*self.block_lists, *strides, self.block_lists.q_indices.shape[-1])
+        return QueryBlockListParams(*self.block_lists, *strides, self.block_lists.q_indices.shape[-1], blocks)
 
 
 # ---------------------------------------------------------------- launches
