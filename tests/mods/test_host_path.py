@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import strobe
 from strobe.kernels.device.mask_blocks import while_kept
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import builtin_masks
 from strobe.ops import mods as ops_mods
 from strobe.problem.call import Call
@@ -105,3 +106,123 @@ def test_a_built_in_mask_is_found_again_for_the_same_function_alone(change, monk
         arguments[2] = (None, 4)
     run(*arguments), run(*arguments)
     assert len(looked) == (1 if change == "nothing" else 2)
+
+
+# ---------------------------------------------------------------- calls that were made before (ops.repeated)
+
+
+def _slopes(gradient: bool) -> torch.Tensor:
+    return torch.linspace(0.1, 0.4, 2).requires_grad_(gradient)
+
+
+def _scored(factor, slopes):
+    return lambda s, b, h, i, j: s - factor * slopes[h] * (i - j).abs()
+
+
+def _documents(ids):
+    return strobe.mask_mod(lambda b, h, i, j: ids[i] == ids[j])
+
+
+def _odd(step):
+    return strobe.mask_mod(lambda b, h, i, j: (i - j) % step != 1)
+
+
+IDS = torch.arange(40, dtype=torch.int32) // 13
+OF_SCORES = torch.linspace(0.1, 0.4, 2)
+KINDS = {
+    "closure": lambda t, n: {"score_mod": _scored(n, t[0])},
+    "object": lambda t, n: {"score_mod": strobe.score_mod(_scored(n, t[0]))},
+    "ready-made": lambda t, n: {"score_mod": strobe.alibi(t[0]), "scale": 0.1 * n},
+    "documents": lambda t, n: {"mask": _documents(t[1]), "scale": 0.1 * n},
+    "window": lambda t, n: {"mask": strobe.mask_mod(lambda b, h, i, j: i - j < n), "causal": True},
+    "prefix": lambda t, n: {"mask": strobe.mask_mod(lambda b, h, i, j: (j < n) | (i >= j))},
+    "general": lambda t, n: {"mask": _odd(n + 1) & strobe.causal()},
+    "both": lambda t, n: {"mask": _documents(t[1]), "score_mod": _scored(n, t[0]), "causal": True},
+}
+
+
+def _result(arguments: dict, gradient: bool, inputs) -> tuple[torch.Tensor, ...]:
+    out = strobe.attention(*inputs, **arguments)
+    leaves = [one for one in inputs if one.requires_grad]
+    return (out, *torch.autograd.grad(out.sum(), leaves)) if gradient else (out,)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_repeated_call_with_a_function_is_found_and_follows_every_change(kind, gradient, monkeypatch):
+    bound, real = [], ops_mods.bind
+    monkeypatch.setattr(ops_mods, "bind", lambda *given: (bound.append(1), real(*given))[1])
+    inputs = [one.requires_grad_(gradient) for one in _tensors()]
+    tensors, make = [OF_SCORES.clone(), IDS.clone()], KINDS[kind]
+
+    def same_as_without_a_cache(number, expected: int) -> None:
+        arguments = make(tensors, number)
+        before = len(bound)
+        found = _result(arguments, gradient, inputs)
+        assert len(bound) - before == expected
+        with CACHE.emptied():
+            fresh = _result(arguments, gradient, inputs)
+        assert all(torch.equal(one, other) for one, other in zip(found, fresh, strict=True))
+
+    with CACHE.emptied():
+        same_as_without_a_cache(3, 1)
+        same_as_without_a_cache(3, 0)
+        same_as_without_a_cache(4, 1)
+        same_as_without_a_cache(4, 0)
+        reads_ids, reads_slopes = (
+            kind in ("documents", "both"),
+            kind not in ("documents", "window", "prefix", "general"),
+        )
+        tensors[0].mul_(2.0)
+        same_as_without_a_cache(4, 0)
+        tensors[1].copy_(torch.arange(40) // 7)
+        same_as_without_a_cache(4, int(reads_ids))
+        tensors[0] = torch.linspace(0.3, 0.9, 4)[::2]
+        same_as_without_a_cache(4, int(reads_slopes))
+        tensors[1] = torch.arange(40, dtype=torch.int32) // 5
+        same_as_without_a_cache(4, int(reads_ids))
+        inputs[0] = inputs[0].detach()
+        same_as_without_a_cache(4, int(gradient))
+
+
+def test_a_repeated_call_gives_gradients_of_what_a_score_captures():
+    q, k, v = _tensors()
+    slopes = _slopes(True)
+    for _ in range(3):
+        out = strobe.attention(q, k, v, causal=True, score_mod=_scored(2, slopes))
+        (found,) = torch.autograd.grad(out.square().sum(), slopes, retain_graph=True)
+        exact = dense(*(t.double() for t in (q, k, v)), Functions(_scored(2, slopes.double())), builtin=strobe.causal())
+        (expected,) = torch.autograd.grad(exact[0].square().sum(), slopes)
+        torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-4, atol=1e-4)
+    with pytest.raises(strobe.UnsupportedProblem, match="double backward"):
+        (gradient,) = torch.autograd.grad(out.square().sum(), slopes, create_graph=True)
+        gradient.sum().backward()
+
+
+def test_a_repeated_call_meets_modes_and_settings():
+    q, k, v = (one.requires_grad_() for one in _tensors())
+    call = lambda: strobe.attention(q, k, v, causal=True, score_mod=_scored(2, OF_SCORES))
+    first = call()
+    assert torch.equal(call(), first) and first.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert call().dtype == torch.bfloat16 and call().dtype == torch.bfloat16
+    with torch.no_grad():
+        assert not call().requires_grad and not call().requires_grad
+    with torch.inference_mode():
+        assert call().is_inference()
+    with _Passing():
+        assert torch.equal(call(), first)
+    assert call().requires_grad
+    with pytest.raises(TypeError, match="causal"):
+        strobe.attention(q, k, v, causal=1, score_mod=_scored(2, OF_SCORES))
+
+
+def test_functions_that_are_not_simple_are_read_in_full():
+    q, k, v = _tensors()
+    held = {"slope": 0.5}
+    score = lambda s, b, h, i, j: s - held["slope"] * (i - j)
+    outs = [strobe.attention(q, k, v, score_mod=score) for _ in range(2)]
+    held["slope"] = 1.5
+    changed = strobe.attention(q, k, v, score_mod=score)
+    exact = dense(q.double(), k.double(), v.double(), Functions(score))[0]
+    assert torch.equal(*outs) and (changed - exact).abs().max() < 1e-5 and not torch.equal(changed, outs[0])

@@ -21,6 +21,7 @@ from ..mods.mask import MaskMod
 from ..mods.score import ScoreMod
 from ..ops import attention as ops
 from ..ops import mods as ops_mods
+from ..ops import repeated
 from ..ops.warmup import run_example
 from ..problem.call import Call
 from ..problem.decode import DecodeProblem
@@ -85,17 +86,11 @@ def attention(
         functions = Functions(score_mod, dropout_of(dropout_p, dropout_seed, q, batch_invariant))
         return attend(call, context_parallel, band(causal, window), mask, out, functions)
     keywords: tuple | None = None
+    reading: repeated.Reading | None = None
     if (
-        window is None
-        and mask is None
-        and score_mod is None
-        and softcap is None
-        and sinks is None
-        and batch_invariant is False
-        and kernel is None
-        and out is None
-        and dropout_p == 0
-    ):
+        window is None and softcap is None and sinks is None and batch_invariant is False
+        and kernel is None and out is None and dropout_p == 0
+    ):  # fmt: skip
         has_exact_types = (
             type(causal) is bool
             and (deterministic is None or type(deterministic) is bool)
@@ -104,13 +99,20 @@ def attention(
         # `has_exact_types` compares types because 1 == True: causal=1 would hit the cache entry of causal=True, but
         # validation rejects it
         if has_exact_types and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
-            keywords = causal, scale
-            result = ops.run_keywords(q, k, v, keywords, deterministic)
+            result = None
+            if score_mod is None and mask is None:
+                keywords = causal, scale
+                result = ops.run_keywords(q, k, v, keywords, deterministic)
+            elif not torch.compiler.is_compiling():
+                reading = repeated.read(score_mod, mask, causal, scale, deterministic)
+                result = None if reading is None else repeated.run(q, k, v, reading)
             if result is not None:
                 return result
     call = _dense(
         q, k, v, causal, window, mask, sinks, options_of(scale, softcap, deterministic, batch_invariant, kernel)
     )
+    if reading is not None:
+        return repeated.attend(call, score_mod, mask, reading)
     dropout = None if dropout_p == 0 else dropout_of(dropout_p, dropout_seed, q, batch_invariant)
     if score_mod is not None or dropout is not None or isinstance(mask, MaskMod):
         return ops_mods.attend(call, score_mod, mask, out if out is None else output_tensor(out), dropout)[0]

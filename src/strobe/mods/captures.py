@@ -44,6 +44,80 @@ def captured(function: Callable) -> Captured:
     return Captured(key, tuple(walk.tensors), tuple(walk.numbers))
 
 
+class SimpleValues(NamedTuple):
+    """What a function captures, if these are tensors, constants and functions of the same kind."""
+
+    key: tuple  # hashable, equal for equal constants; code and library functions by their id
+    tensors: tuple[Tensor, ...]  # in the order of the key, repeated where captured twice
+    held: tuple  # objects whose ids are in the key
+
+
+def simple_values(function: Callable) -> SimpleValues | None:
+    """What a function captures, in a quarter of the time of `captured`; None for a function that captures anything
+    else, such as lists, objects or a user's module.
+
+    >>> def window(width):
+    ...     return lambda b, h, q, k: q - k < width
+    >>> one, same, other = (simple_values(window(width)) for width in (3, 3, 5))
+    >>> one.key == same.key, one.key == other.key
+    (True, False)
+    """
+    constants: list[Any] = []
+    tensors: list[Tensor] = []
+    held: list[Any] = []
+    if not _read_simple(function, constants, tensors, held, 0):
+        return None
+    return SimpleValues(tuple(constants), tuple(tensors), tuple(held))
+
+
+_ABSENT = object()
+_DEEPEST = 4  # functions within functions; deeper ones may be recursive
+
+
+def _read_simple(function: Any, constants: list[Any], tensors: list[Tensor], held: list[Any], depth: int) -> bool:
+    """Append what a function captures. Returns False for a function that is not simple."""
+    if type(function) is not FunctionType or depth > _DEEPEST:
+        return False
+    if function.__defaults__ is not None or function.__kwdefaults__ is not None or function.__dict__:
+        return False
+    code, scope = function.__code__, function.__globals__
+    held.append(code)
+    constants.append(id(code))
+    try:
+        values = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # an empty cell
+        return False
+    for name in names_in(code):
+        values.append(scope.get(name, _ABSENT))
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            tensors.append(value)
+            constants.append(_ABSENT)
+        elif kind is int or kind is float:
+            constants.append((kind, value if value else repr(value)))  # 0.0 == -0.0
+        elif value is _ABSENT or value is None or kind is bool or kind is str or kind is torch.dtype:
+            constants.append((kind, value))
+        elif _opaque.get(id(value)) is value:
+            constants.append(id(value))
+            held.append(value)
+        elif is_opaque(value):
+            if within(value, ()) is not value:  # a user's module or class
+                return False
+            if len(_opaque) >= _MOST_OPAQUE:
+                _opaque.clear()
+            _opaque[id(value)] = value
+            constants.append(id(value))
+            held.append(value)
+        elif not _read_simple(value, constants, tensors, held, depth + 1):
+            return False
+    return True
+
+
+_MOST_OPAQUE = 1024
+_opaque: dict[int, Any] = {}  # modules, classes and functions of libraries that were met
+
+
 class Namespace(NamedTuple):
     """A module, a class or a callable object, of which a function reads the attributes with these names."""
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..errors import InvalidProblem
+from ..problem.call import Call
 
 MEANING = {"b": "batch entries", "h": "query heads", "q": "queries", "k": "keys"}
 Axes = tuple[str | None, ...]  # for each dimension of a tensor the position of MEANING that indexes it, if one does
@@ -47,3 +48,14 @@ def check(
                     tensor.dim() > 2
                 )
                 raise InvalidProblem(argument, got, expected, remedy)
+
+
+def sizes_of(call: Call) -> dict[str, int]:
+    """How many positions of each kind a call has: no queries and keys of packed calls, whose sequences have their
+    own.
+    """
+    if call.q.dim() != (3 if call.packed else 4) or call.k.dim() != call.q.dim():  # which `check` refuses
+        return dict.fromkeys(MEANING, 0)
+    if call.cu_seqlens_q is not None:
+        return {"b": call.cu_seqlens_q.shape[0] - 1, "h": call.q.shape[1], "q": 0, "k": 0}
+    return {"b": call.q.shape[0], "h": call.q.shape[2], "q": call.q.shape[1], "k": call.k.shape[1]}

@@ -131,6 +131,12 @@ class MaskMod(Mask):
         return MaskMod(part=_from_block_mask(block_mask))
 
     @property
+    def only_function(self) -> Callable | None:
+        """The function of a mask that is one function, perhaps within a window; None for another mask."""
+        has_tensors = self.prefix is not None or self.key_lengths is not None or self.documents is not None
+        return self.part.function if type(self.part) is _Function and not has_tensors else None
+
+    @property
     def whole(self) -> Any:
         """All of the mask as one part."""
         base = Mask(self.left, self.right, self.prefix, self.key_lengths, self.documents)

@@ -66,6 +66,11 @@ class ScoreMod:
         derivative = found.trace.gradient
         return BoundScore(found.trace.program.text, derivative.text if derivative else "", found.tensors, found.numbers)
 
+    @property
+    def ready_made(self) -> tuple[tuple[str, ...], tuple[Tensor, ...]] | None:
+        """The programs and the tensors of a ready-made score; None for a score with a function."""
+        return (self._programs, self._tensors) if self.function is None and self._triton is None else None
+
     def check(self, sizes: Mapping[str, int], is_part: bool = False) -> None:
         """Raises InvalidProblem if the tensor of a ready-made score is not of a call's sizes (`extents.check`)."""
         if self.function is None:

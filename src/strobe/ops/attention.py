@@ -112,7 +112,8 @@ def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None
     lse.fill_(-torch.inf) if call.sinks is None else lse.copy_(_per_head(call.sinks, call).expand_as(lse))
 
 
-def _forward(call: Call, choice: Choice[Problem] | None = None) -> tuple[Tensor, Tensor]:
+def forward_directly(call: Call, choice: Choice[Problem] | None = None) -> tuple[Tensor, Tensor]:
+    """The body of the forward op: replays a cached launch if there is one."""
     choice = choice or decide(call)
     return replay_forward(choice, *call[:3], () if call.plain else call.optionals) or _allocate_and_write(call, choice)
 
@@ -216,7 +217,7 @@ LIBRARY.define(
     f"backward(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_FIELDS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 for _name, _body, _fake in (
-    ("forward", lambda *flat: _forward(received(flat)), fake.forward),
+    ("forward", lambda *flat: forward_directly(received(flat)), fake.forward),
     ("forward_out", _forward_out, fake.forward_out),
     ("backward", _backward, fake.backward),
 ):
@@ -289,12 +290,19 @@ def _gradients(
     return tuple(gradients[:count])
 
 
+def gradients_of(call: Call, given: tuple[Tensor, Tensor, Tensor]) -> Sequence[Tensor | None]:
+    """dq, dk and dv of a call. given: dout, out, lse."""
+    dout, out, lse = given
+    saved: list[Any] = [*call[:3], out, lse, *(() if call.plain else call.optionals)]
+    return _gradients(saved, (call[SCALARS], call[OPTIONAL_TENSORS.stop : -1], 3), dout, None)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *flat):
         call = Call(*flat)
         choice = CACHE.direct_choice(call, decide) if call.plain else None
-        out, lse = FORWARD(*flat) if choice is None else _forward(call, choice)
+        out, lse = FORWARD(*flat) if choice is None else forward_directly(call, choice)
         _save(ctx, call, len(flat), out, lse)
         return out, lse
 
@@ -423,7 +431,7 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
     if out is None:
         choice = CACHE.direct_choice(call, _decide_with_grad, graded=out_alone)
         if choice is not None and not choice.problem.needs_grad:
-            return _forward(call, choice)
+            return forward_directly(call, choice)
         if choice is not None and out_alone:
             return (_apply_plain(*call[:3], PlainEntry.of(call, choice)),)
     call = prepare(call) if out is None else with_needed_grad(call)  # as in torch, autocast skips ops with out=

@@ -59,7 +59,7 @@ def bind(
         call = in_autocasts_dtype(call)
     needs_grad = wants_gradients(call)
     bound = seen = NOTHING
-    sizes = _sizes(call)
+    sizes = extents.sizes_of(call)
     if score is not None:
         modification = as_score_mod(score)
         modification.check(sizes, is_part)
@@ -77,17 +77,6 @@ def bind(
     call = Call._make((*call[:_NEEDS_GRAD], needs_grad, *call[_NEEDS_GRAD + 1 : -1], mods))
     check_captured(call)  # here, since the dispatcher would take a list with a tensor of another device elsewhere
     return call
-
-
-def _sizes(call: Call) -> dict[str, int]:
-    """How many positions of each kind a call has: no queries and keys of packed calls, whose sequences have their
-    own.
-    """
-    if call.q.dim() != (3 if call.packed else 4) or call.k.dim() != call.q.dim():  # which `check` refuses
-        return dict.fromkeys(extents.MEANING, 0)
-    if call.cu_seqlens_q is not None:
-        return {"b": call.cu_seqlens_q.shape[0] - 1, "h": call.q.shape[1], "q": 0, "k": 0}
-    return {"b": call.q.shape[0], "h": call.q.shape[2], "q": call.q.shape[1], "k": call.k.shape[1]}
 
 
 def attend(
@@ -123,7 +112,7 @@ def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     if out is None and not call.needs_grad:
         choice = CACHE.direct_choice(call, decide)
         if choice is not None:
-            return _run_directly(choice, call, mods)
+            return run_directly(choice, call, mods)
     if tangents((*call[:3], *mods.tensors)):
         raise forward_mode()
     if out is not None:
@@ -143,7 +132,7 @@ def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     return _ModifiedAttention.apply(counts, constants, *rest)
 
 
-def _run_directly(choice: Choice[Problem], call: Call, mods: Mods) -> tuple[Tensor, Tensor, Tensor]:
+def run_directly(choice: Choice[Problem], call: Call, mods: Mods) -> tuple[Tensor, Tensor, Tensor]:
     """The body of FORWARD without the dispatcher: a launch that was recorded at these addresses, if there is one."""
     launches = None if mods.texts.max_scores else launches_here(choice.forward, call.q)
     if not launches:
@@ -412,7 +401,7 @@ class _ModifiedAttention(torch.autograd.Function):
         if choice is None:
             out, lse, greatest = FORWARD(*arguments(call))
         else:
-            out, lse, greatest = _run_directly(choice, call, call.mods or Mods(ModTexts()))
+            out, lse, greatest = run_directly(choice, call, call.mods or Mods(ModTexts()))
         ctx.save_for_backward(out, lse, *(one for one in rest if isinstance(one, Tensor)))
         ctx.plan = counts, constants, [None if isinstance(one, Tensor) else (one,) for one in rest]
         ctx.set_materialize_grads(False)
@@ -426,17 +415,27 @@ class _ModifiedAttention(torch.autograd.Function):
         held = iter(saved)
         rest = [next(held) if one is None else one[0] for one in plain]
         dout = torch.zeros_like(out) if dout is None else dout
-        run = _ModifiedTwiceRefused.apply if torch.is_grad_enabled() else _modified_gradients
-        dq, dk, dv, dsinks, *captured = run(counts, constants, dout, out, lse, dlse, *rest)
+        (*dqkv, dsinks), captured = gradients_of(counts, constants, (dout, out, lse, dlse), rest)
         gradients: list[Tensor | None] = [None] * len(rest)
-        scattered = _scattered(constants[1])
-        for n, one in enumerate(captured):
-            gradients[n] = one if n in scattered else None
+        gradients[: len(captured)] = captured
         start = sum(counts) + 1
-        gradients[start : start + 3] = dq, dk, dv
+        gradients[start : start + 3] = dqkv
         sinks = start + Call._fields.index("sinks")
         gradients[sinks] = None if rest[sinks] is None else dsinks
         return None, None, *gradients
+
+
+def gradients_of(
+    counts: tuple[int, int], constants: tuple, given: tuple[Tensor, Tensor, Tensor, Tensor | None], rest: Sequence[Any]
+) -> tuple[Sequence[Tensor], list[Tensor | None]]:
+    """(dq, dk, dv, dsinks) and a gradient, or None, for each captured tensor of the score.
+
+    counts, constants, rest: as `_ModifiedAttention` gets them. given: dout, out, lse, dlse.
+    """
+    run = _ModifiedTwiceRefused.apply if torch.is_grad_enabled() else _modified_gradients
+    found = run(counts, constants, *given, *rest)
+    scattered = _scattered(constants[1])
+    return found[:4], [one if n in scattered else None for n, one in enumerate(found[4:])]
 
 
 def _modified_gradients(

@@ -22,7 +22,8 @@ MAX_VARIANTS = 16  # entries per key: calls with equal sizes that differ in stri
 MAX_LAUNCHES = 1 << 14  # up to 7 KB each, 115 MB together
 MAX_KERNELS = 4096
 
-KEYWORDS, DIRECT, OP = "keywords", "direct", "op"  # paths: who looks a call up, and so what an entry permits
+# paths: who looks a call up, and so what an entry permits
+KEYWORDS, FUNCTIONS, DIRECT, OP = "keywords", "functions", "direct", "op"
 
 Replay = Callable[[], bool]  # launches again on the current stream; False if it cannot, and Triton must launch
 
@@ -39,6 +40,8 @@ class LaunchCache:
         attention(q, k, v)     key                             finds     skips                         saves
             |
         calls, path KEYWORDS   keywords, tensors' metadata     Choice    the Call                     1.3 us
+            |  miss, or functions
+        calls, path FUNCTIONS  keywords, captures, metadata    Choice    captures, built-in masks     22   us
             |  miss
         calls, path DIRECT     Call, tensors' metadata         Choice    checks of modes, dispatcher  5.2 us
             |  miss
@@ -54,8 +57,8 @@ class LaunchCache:
             v
         Triton compiles and launches
 
-    The lower four rows were measured on an H100's host by `python -m tools.proof.cache_levels`, the first two on a CPU
-    with a launch that does nothing (results/host_time.jsonl).
+    The lower four rows were measured on an H100's host by `python -m tools.proof.cache_levels`, the first three on a
+    CPU with a launch that does nothing (results/host_time.jsonl).
 
     Keys: metadata is compared by torch's tensor guards, in C++: class, dtype, device, sizes, strides, requires_grad and
     dispatch keys, 0.3 us for three tensors. Python takes 3.9 us (on a CPU). Guards ignore addresses, so a variant also
