@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -11,13 +12,16 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 WORLD = 2
+IMPORTED = ["torch.distributed.tensor", "torch._dynamo", "strobe"]  # 3 s, once for all processes
 
 
 def together(work: Callable[..., None], folder: Path, *args, world: int = WORLD) -> None:
     """`work(rank, *args)` in each of `world` processes, which have met; what one raises is raised here. `folder` is
-    where they meet.
+    where they meet. They are forks of one that has imported torch.
     """
-    multiprocessing.spawn(_process, args=(work, str(folder / "store"), world, args), nprocs=world, join=True)
+    get_context("forkserver").set_forkserver_preload(IMPORTED)
+    arguments = work, str(folder / "store"), world, args
+    multiprocessing.start_processes(_process, args=arguments, nprocs=world, join=True, start_method="forkserver")
 
 
 def _process(rank: int, work: Callable[..., None], store: str, world: int, args: tuple) -> None:

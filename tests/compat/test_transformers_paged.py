@@ -59,6 +59,7 @@ def steps(monkeypatch) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.nightly_cases("*cpu*-qwen3")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_tokens_are_those_of_transformers_own_attention(name, place, steps):

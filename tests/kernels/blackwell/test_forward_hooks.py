@@ -243,6 +243,7 @@ def _compiled(attend: Callable[[], object]) -> Report:
     return compile_job(job)
 
 
+@pytest.mark.nightly_cases("alibi causal d64", "mask d128")
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles_for_gpus(name):
     """Machine code for sm_100; its softmax may keep functions in registers."""
