@@ -40,3 +40,29 @@ CASES = {
     "d192/128": _case("prefill", head_dim=192, head_dim_v=128),
     "d256": _case("prefill", head_dim=256, lengths=(70,), news=(40,)),
 }
+
+# 8-bit keys, which the producer converts
+FP8_CASES = {
+    "mixed": _case("mixed", fp8=True),
+    "pages of 1": _case("pages_of_1", fp8=True, news=(30, 3, 0)),
+    "pages of 13, window": _case("pages_of_13", fp8=True, news=(60, 26, 1), left=40),
+    "pages of 24": _case("pages_of_13", fp8=True, page_size=24, news=(60, 26, 1)),
+    "pages of 64, heads first": _case("pages_of_64_heads_first", fp8=True, news=(30, 20)),
+    "pages of 256, window": _case("window", fp8=True, page_size=256, lengths=(600, 500), news=(18, 90)),
+    "softcap sinks": _case("window_softcap_sinks", fp8=True),
+    "pages lost": _case("pages_lost", fp8=True),
+    "pages of 1 lost": _case(
+        "pages_lost", fp8=True, page_size=1, lost=((0, 2, -1), (0, 66, 2**31 - 1), (1, 33, -(2**31)), (2, 0, -1))
+    ),
+    "37 sequences": _case(
+        "mixed", fp8=True, lengths=(*(1, 40, 18) * 12, 90), news=(*(1, 3, 17) * 12, 20), room=0, heads=(2, 2)
+    ),
+    "rows left padded, window": _case("rows_left_padded_window", fp8=True),
+    "group of 3": _case("group_3", fp8=True),
+    "d32": PAGED["fp8"],
+    "d80": _case("mixed", fp8=True, head_dim=80),
+    "d96": _case("mixed", fp8=True, head_dim=96),
+    "d128": _case("mixed", fp8=True, head_dim=128, lengths=(300, 70), news=(100, 1)),
+    "d192/128": _case("prefill", fp8=True, head_dim=192, head_dim_v=128),
+    "d256": _case("prefill", fp8=True, head_dim=256, lengths=(70,), news=(40,)),
+}

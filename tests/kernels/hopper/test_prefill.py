@@ -15,7 +15,7 @@ from strobe.ops import paged as ops_paged
 from strobe.problem.paged import PagedCall
 from strobe.testing import FAMILIES, assert_kernel
 from strobe.testing.paged import PagedCase, assert_paged_as_good_as
-from tests.kernels.hopper.prefill_cases import CASES
+from tests.kernels.hopper.prefill_cases import CASES, FP8_CASES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,14 +44,23 @@ def test_as_good_as_the_oracle(n, name):
     assert bool(strobe.last_errors()) == bool(CASES[name].lost)
 
 
+@pytest.mark.parametrize("n, name", list(enumerate(FP8_CASES)), ids=list(FP8_CASES))
+def test_8_bit_keys_as_good_as_the_oracle(n, name):
+    runs_alike(FP8_CASES[name].build("cuda", (torch.bfloat16, torch.float16)[n % 2], FAMILIES[n % 5], n, "hopper"))
+    assert bool(strobe.last_errors()) == bool(FP8_CASES[name].lost)
+
+
 LENGTHS, NEWS = (1500, 1, 700, 333, 0, 64), (700, 1, 16, 17, 0, 64)
 
 
 @pytest.mark.parametrize("left", [-1, 200])
-@pytest.mark.parametrize("page_size", [0, 8, 16, 32, 64, 128, 256])
-def test_1_to_700_tokens(page_size, left):
+@pytest.mark.parametrize(
+    "page_size, fp8",
+    [*((size, False) for size in (0, 8, 16, 32, 64, 128, 256)), *((size, True) for size in (0, 1, 16, 48, 64))],
+)
+def test_1_to_700_tokens(page_size, fp8, left):
     case = PagedCase(
-        "long", LENGTHS, 0, (8, 2), 128, page_size=page_size, news=NEWS, left=left, sinks=left > 0, padding=9
+        "long", LENGTHS, 0, (8, 2), 128, page_size=page_size, news=NEWS, left=left, sinks=left > 0, padding=9, fp8=fp8
     )
     runs_alike(case.build("cuda", torch.bfloat16, "normal", page_size, "hopper"))
     assert strobe.last_errors() == []

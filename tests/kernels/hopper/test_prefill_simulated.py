@@ -121,7 +121,7 @@ def test_what_the_forward_leaves_to_the_portable_kernel():
             {},
             "pages of 8 keys or more that divide or hold 64",
         ),
-        "8 bits": (PAGED["fp8"], {}, "caches in q's dtype only"),
+        "scales of keys and heads": (PAGED["fp8_token_scales"], {}, "runs no scales of keys and heads"),
         "partial": (PAGED["partial"], {}, "writes out in q's dtype"),
         "scale": (replace(PAGED["scale_negative"], news=(50, 1)), {}, "needs a scale above 0"),
         "invariant": (PAGED["mixed"], {"batch_invariant": True}, "one kernel computes every mix"),

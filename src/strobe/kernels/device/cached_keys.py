@@ -9,12 +9,14 @@ The keys of a page whose id is not in the pool are hidden. Their box, a lost box
 The producer writes the lost boxes of each stage of K to a word, as bits, which the consumers read.
 
 Descriptors wrap as those of packed sequences (`device.tma`). Their rows are those of the whole pool.
+
+8-bit keys are not copied by TMA, but converted (`device.converted_keys`). Boxes then only say which keys are hidden.
 """
 
 from ..runtime.error_flags import PAGES as _PAGES
 from .dialect import Value, gl, gluon, mbarrier, partition_barrier, record, reinterpret, tma_load
 from .split_kv import sequence_keys
-from .tile_scheduler import read_words, word
+from .tile_scheduler import read_words, warp_lanes, word
 from .tma import FAR, ColumnParts, as_block
 
 PAGES: gl.constexpr = gl.constexpr(_PAGES)
@@ -53,7 +55,7 @@ class CachedKeys:
         """Page ids of the boxes of the tile that begins at key n_start, one a lane; 0 for boxes that no query sees.
         n_start may lie outside the sequence.
         """
-        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        lane = box_numbers(traits)
         if traits.has_pages:
             BOXES: gl.constexpr = traits.block_n // traits.box_rows
             n = n_start + lane * traits.box_rows
@@ -68,8 +70,11 @@ class CachedKeys:
     def lost_boxes(self, pages, traits: gl.constexpr):
         """Bits of the boxes whose page id is not in the pool."""
         if traits.has_pages:
-            lane = gl.arange(0, 32, pages.type.layout)
-            return gl.sum(gl.where((pages < 0) | (pages >= self.params.num_pages), 1 << lane, 0), 0)
+            lane = box_numbers(traits)
+            one = 1
+            if pages.shape[0] > 32:
+                one = gl.to_tensor(1).to(gl.int64)
+            return gl.sum(gl.where((pages < 0) | (pages >= self.params.num_pages), one << lane, 0), 0)
         else:
             return gl.to_tensor(0)
 
@@ -129,45 +134,74 @@ class CachedKeys:
 
 
 @gluon.jit
-def allocate_cached_tiles(count: gl.constexpr, desc, block_n: gl.constexpr, main: gl.constexpr, tail: gl.constexpr):
-    """Shared memory for `count` tiles of block_n rows. A copy fills one box of a tile. main, tail: columns."""
-    if desc.tail is None:
-        return ColumnParts(_tiles(count, desc.main, block_n, main), None)
+def box_numbers(traits: gl.constexpr):
+    """0, 1, ...: one for each box, and at least one a lane. All warps of the role have the same."""
+    if traits.block_n // traits.box_rows <= 32:
+        return warp_lanes()
     else:
-        return ColumnParts(_tiles(count, desc.main, block_n, main), _tiles(count, desc.tail, block_n, tail))
+        BOXES: gl.constexpr = traits.block_n // traits.box_rows
+        return gl.arange(0, BOXES, gl.BlockedLayout([BOXES // 32], [32], [gl.num_warps()], [0]))
 
 
 @gluon.jit
-def _tiles(count: gl.constexpr, desc, rows: gl.constexpr, columns: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], desc.dtype)
-    return gl.allocate_shared_memory(desc.dtype, [count, rows, columns], layout)
+def allocate_cached_tiles(
+    count: gl.constexpr, dtype: gl.constexpr, block_n: gl.constexpr, main: gl.constexpr, tail: gl.constexpr
+):
+    """Shared memory for `count` tiles of block_n rows. A copy fills one box of a tile. main, tail: columns."""
+    if tail == 0:
+        return ColumnParts(_tiles(count, dtype, block_n, main), None)
+    else:
+        return ColumnParts(_tiles(count, dtype, block_n, main), _tiles(count, dtype, block_n, tail))
+
+
+@gluon.jit
+def _tiles(count: gl.constexpr, dtype: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return gl.allocate_shared_memory(dtype, [count, rows, columns], layout)
 
 
 @gluon.jit
 def allocate_lost_boxes(stages: gl.constexpr):
-    """A word for each stage of K. The producer writes the bits of its lost boxes, and consumers read them."""
+    """Words for each stage of K. The producer writes the bits of its lost boxes, and consumers read them."""
     return gl.allocate_shared_memory(gl.int32, [stages, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def tell_lost_boxes(words, state, lost, errors):
     """Write the lost boxes of a stage of K, before its tile is copied, and report them."""
-    gl.atomic_or(errors, PAGES, mask=lost != 0, sem="relaxed")
-    words.index(state.index).store(gl.full([4], 0, gl.int32, gl.BlockedLayout([4], [32], [1], [0])) + lost)
+    write_lost_boxes(words, state, lost, errors)
     partition_barrier()  # all lanes have stored before one arrives
 
 
 @gluon.jit
-def lost_boxes(words, state):
+def write_lost_boxes(words, state, lost, errors):
+    """`tell_lost_boxes` for a caller with a barrier of its own."""
+    gl.atomic_or(errors, PAGES, mask=lost != 0, sem="relaxed")
+    bits = gl.full([4], 0, gl.int32, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    if lost.dtype == gl.int64:
+        lane = gl.arange(0, 4, bits.type.layout)
+        bits = gl.where(lane == 0, lost.to(gl.int32), (lost >> 32).to(gl.int32))
+    else:
+        bits = bits + lost
+    words.index(state.index).store(bits)
+
+
+@gluon.jit
+def lost_boxes(words, state, traits: gl.constexpr):
     """Which boxes of K's stage are lost, as bits. Read it before the stage is released."""
-    return word(read_words(words, state.index), 0)
+    row = read_words(words, state.index)
+    if traits.block_n // traits.box_rows <= 32:
+        return word(row, 0)
+    else:
+        return (word(row, 1).to(gl.int64) << 32) | (word(row, 0).to(gl.int64) & 0xFFFFFFFF)
 
 
 @gluon.jit
 def hide_lost_boxes(s, lost, traits: gl.constexpr):
     """S [rows, block_n] with -inf for keys of lost boxes."""
     if lost != 0:
-        # a multiple of 8, which depends on the register alone
-        column = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)) & -8
+        column = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+        if traits.box_rows % 8 == 0:
+            column = column & -8  # depends on the register alone
         s = gl.where((((lost >> (column // traits.box_rows)) & 1) == 0)[None, :], s, float("-inf"))
     return s

@@ -81,6 +81,14 @@ class HookParams(NamedTuple):
     block_lists: BlockListParams | None
 
 
+class PoolStrides(NamedTuple):
+    """Strides of 8-bit K or V in a cache, in words of 4 bytes."""
+
+    page: Any  # or of a sequence in a dense cache
+    row: Any
+    head: Any
+
+
 class CacheParams(NamedTuple):
     """Sizes of a cache whose keys packed queries see, int32. 0 where it has no pages."""
 
@@ -89,6 +97,8 @@ class CacheParams(NamedTuple):
     k_step: Any  # rows of K from one page, or one sequence of a dense cache, to the next
     v_step: Any
     few_tokens: Any  # another launch runs sequences with at most this many new tokens
+    k_strides: Any = None  # PoolStrides of 8-bit keys
+    v_strides: Any = None
 
 
 class LaunchParams(NamedTuple):
@@ -103,11 +113,17 @@ class LaunchParams(NamedTuple):
 
 
 class CacheTensors(NamedTuple):
-    """Where the keys of sequences lie in a cache (`device.cached_keys`), int32; None where the call has none."""
+    """Where the keys of sequences lie in a cache (`device.cached_keys`), int32, and 8-bit keys themselves; None where
+    the call has none.
+    """
 
     page_table: Any  # [B, max_pages]
     seqlens: Any  # [B]
     k_start: Any  # [B]
+    k: Any = None  # float8_e4m3fn
+    v: Any = None
+    k_scale: Any = None  # [H_kv] float32
+    v_scale: Any = None
 
 
 class Pointers(NamedTuple):
@@ -149,6 +165,8 @@ class Outputs(NamedTuple):
     lse: Any
     sinks: Any
     ids_k: Any
+    k_scale: Any = None  # of 8-bit keys
+    v_scale: Any = None
 
 
 class CuSeqlens(NamedTuple):

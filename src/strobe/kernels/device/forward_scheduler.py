@@ -26,7 +26,7 @@ from .seqlen import (
 )
 from .split_kv import sequence_keys
 from .tile_redo import RedoFlags, RedoRequest
-from .tile_scheduler import END, NUM_BLOCKS, WORDS, FourWordRows, read_words, word
+from .tile_scheduler import END, NUM_BLOCKS, WORDS, FourWordRows, read_words, warp_lanes, word
 from .tma import HeadRows
 
 # Words of a published tile, in the order of `publish`, that are read by name. A dense or packed tile without redo has 8
@@ -295,7 +295,7 @@ def row_tiles(cu_seqlens_q, sequence, launch, traits: gl.constexpr):
 @gluon.jit
 def count_cached_tiles(cu_seqlens_q, launch, traits: gl.constexpr):
     """The number of tiles of all heads: a batch may have many sequences of few tokens, which take none."""
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    lane = warp_lanes()
     tiles = lane * 0
     for begin in range(0, launch.shape.batch + 2, 32):
         tiles += row_tiles(cu_seqlens_q, begin + lane, launch, traits)
@@ -305,7 +305,7 @@ def count_cached_tiles(cu_seqlens_q, launch, traits: gl.constexpr):
 @gluon.jit
 def sequence_of_tile(cu_seqlens_q, tile, launch, traits: gl.constexpr):
     """(sequence, block within it) of a tile, which exists."""
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    lane = warp_lanes()
     begin, tiles = tile * 0, row_tiles(cu_seqlens_q, lane, launch, traits)
     count = gl.sum(tiles, 0)
     while (tile >= count) & (begin <= launch.shape.batch):  # the next 32 sequences
@@ -372,9 +372,9 @@ def range_work_tile(tile_index, row, ranges, launch, errors, traits: gl.constexp
 
 @gluon.jit
 def check_cu_seqlens(cu_seqlens, launch, errors):
-    """One warp of one program reports offsets that fall or leave the tensor, and sequences longer than promised."""
+    """The producer of one program reports offsets that fall or leave the tensor, and sequences longer than promised."""
     if gl.program_id(0) == 0:
-        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        lanes = warp_lanes()
         shape, window = launch.shape, launch.window
         guard_offsets(cu_seqlens.q, shape.batch, shape.seqlen_q, window.max_seqlen_q, lanes, errors, OFFSETS_Q, LONG_Q)
         if cu_seqlens.k is not None:

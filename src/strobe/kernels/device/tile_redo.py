@@ -58,7 +58,7 @@ class RedoFlags:
     @gluon.jit
     def any(self, slot, consumers: gl.constexpr):
         """1 if a flag of the slot is set, else 0."""
-        layout: gl.constexpr = gl.BlockedLayout([self.flags.shape[1] // 32], [32], [1], [0])
+        layout: gl.constexpr = gl.BlockedLayout([self.flags.shape[1] // 32], [32], [gl.num_warps()], [0])
         flags = self.flags.index(slot * FLAG_ROWS).load(layout)
         for consumer in gl.static_range(1, consumers):
             flags = flags | self.flags.index(slot * FLAG_ROWS + consumer).load(layout)

@@ -11,6 +11,12 @@ END: gl.constexpr = gl.constexpr(-1)  # as a tile's number of blocks: there are 
 
 
 @gluon.jit
+def warp_lanes():
+    """0 .. 31, one a lane, alike in all warps of the role."""
+    return gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
 def read_words(words, slot):
     """The words of a slot; `word` reads one of them."""
     layout: gl.constexpr = gl.BlockedLayout([words.shape[-1]], [32], [gl.num_warps()], [0])
@@ -33,10 +39,10 @@ class FourWordRows:
 
     @gluon.jit
     def of_slot(words, slot):
-        """Slot `slot` of words [slots, WORDS], for one warp."""
+        """Slot `slot` of words [slots, WORDS]. All warps of the role write the same."""
         shape: gl.constexpr = [words.shape[0] * words.shape[1] // 4, 4]
         rows = reinterpret(words, gl.int32, shape, words.type.layout)
-        return FourWordRows(rows, slot, gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0])))
+        return FourWordRows(rows, slot, gl.arange(0, 4, gl.BlockedLayout([4], [32], [gl.num_warps()], [0])))
 
     @gluon.jit
     def store(self, i: gl.constexpr, a, b, c, d):

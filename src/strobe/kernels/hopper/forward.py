@@ -1,7 +1,7 @@
 """Forward attention on Hopper: warp-specialized, persistent, with FlashAttention-3's schedule.
 
 Roles
-    producer      1 warp             finds work tiles, publishes them, loads Q, K and V by TMA
+    producer      1 warp             finds work tiles, publishes them, loads Q, K and V by TMA; 4 if keys have 8 bits
     consumer w    4 warps each, 2-4  S = Q K^T and O += P V by wgmma, softmax in registers between them; 64 rows each
 
 Schedule of a consumer, in the order of `BlockInfo.n_block`
@@ -39,6 +39,7 @@ Sources: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2; conditional 
 
 from ..device.cached_keys import allocate_cached_tiles, allocate_lost_boxes, lost_boxes
 from ..device.conditional_rescaling import log2_offset_of
+from ..device.converted_keys import LEAST_SCALE
 from ..device.dialect import (
     fence_async_shared,
     gl,
@@ -52,7 +53,7 @@ from ..device.dialect import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..device.forward_arguments import CuSeqlens, InputMaps, Outputs, Workspace
+from ..device.forward_arguments import CuSeqlens, InputMaps, LaunchParams, Outputs, SoftmaxParams, Workspace
 from ..device.forward_hooks import ScoreMods
 from ..device.forward_mask import AttentionMask
 from ..device.forward_scheduler import WorkTilePipeline
@@ -154,7 +155,10 @@ class Consumer:
             mods = None
             if traits.has_mods:
                 mods = self.score_mods(work, m_start, seqlen, state.work)
-            result, kv = self.attend(q, q_state, blocks, unseen, mask, mods, redo, kv)
+            scaled = self
+            if traits.has_k_scale:
+                scaled = self.with_k_scale(work.head // traits.group)
+            result, kv = scaled.attend(q, q_state, blocks, unseen, mask, mods, redo, kv)
             unseen = work.blocks(self.launch, traits).blocks_before(blocks)
         if not traits.q_in_registers:
             if blocks.count <= 0:
@@ -162,6 +166,19 @@ class Consumer:
         kv = self.skip_blocks(unseen, kv)
         work_state = self.epilogue(result, heads_q, state.work)
         return ConsumerState(kv, state.q.advance(), work_state)
+
+    @gluon.jit
+    def with_k_scale(self, head):
+        """The same consumer for 8-bit keys of a head, whose scale without its sign multiplies the softmax scale."""
+        launch, softmax = self.launch, self.launch.softmax
+        size = gl.abs(gl.load(self.outputs.k_scale + head))
+        size = gl.where(size == 0.0, LEAST_SCALE, size)
+        if self.traits.softcap:
+            softmax = SoftmaxParams(softmax.scale_log2, softmax.softcap * size, None)
+        else:
+            softmax = SoftmaxParams(softmax.scale_log2 * size, softmax.softcap, None)
+        launch = LaunchParams(launch.num_tiles, launch.shape, launch.window, softmax, launch.hooks, launch.cache)
+        return Consumer(self.index, self.outputs, self.pipes, self.o_smem, launch, self.traits)
 
     @gluon.jit
     def score_mods(self, work, m_start, seqlen, work_state):
@@ -259,7 +276,7 @@ class Consumer:
         """Pages: bits of the boxes of K's stage whose keys are hidden; else 0."""
         lost = 0
         if self.traits.has_pages:
-            lost = lost_boxes(self.pipes.lost_boxes, k)
+            lost = lost_boxes(self.pipes.lost_boxes, k, self.traits)
         return lost
 
     @gluon.jit
@@ -317,6 +334,8 @@ class Consumer:
         if traits.key_ranges:
             lse_rows -= work.batch * shape.seqlen_q  # offset_q counts from the first batch entry
         gl.store(lse_rows + query, lse, mask=exists)
+        if traits.has_v_scale:
+            normalizer = normalizer * gl.load(outputs.v_scale + work.head // traits.group)
         o = normalize_o(result.o, normalizer)
         if traits.can_redo:
             redo = work_pipe.is_redo(work_state)
@@ -493,16 +512,22 @@ def forward_kernel(
     ids_k = None
     if traits.mask.documents:
         ids_k = pointers.ranges.ids_k
-    outputs = Outputs(o_map, pointers.lse, pointers.sinks, ids_k)
-    cu_seqlens = CuSeqlens(pointers.cu_seqlens_q, pointers.cu_seqlens_k)
     ranges, cache = pointers.ranges, pointers.cache
+    k_scale, v_scale = None, None
+    if traits.has_k_scale:
+        k_scale = cache.k_scale
+    if traits.has_v_scale:
+        v_scale = cache.v_scale
+    outputs = Outputs(o_map, pointers.lse, pointers.sinks, ids_k, k_scale, v_scale)
+    cu_seqlens = CuSeqlens(pointers.cu_seqlens_q, pointers.cu_seqlens_k)
     workspace = Workspace(pointers.errors, pointers.tile_counter)
     launch = launch_params  # an assignment makes values of constants, which partitions can capture
     q_smem = allocate_tiles(traits.q_slots, maps.q)
     lost_words = None
     if traits.cached:
-        k_smem = allocate_cached_tiles(traits.stages, maps.k, traits.block_n, traits.main_d, traits.tail_d)
-        v_smem = allocate_cached_tiles(traits.stages, maps.v, traits.block_n, traits.main_dv, traits.tail_dv)
+        dtype: gl.constexpr = maps.q.main.dtype
+        k_smem = allocate_cached_tiles(traits.stages, dtype, traits.block_n, traits.main_d, traits.tail_d)
+        v_smem = allocate_cached_tiles(traits.stages, dtype, traits.block_n, traits.main_dv, traits.tail_dv)
         if traits.has_pages:
             lost_words = allocate_lost_boxes(traits.stages)
     else:
@@ -526,7 +551,7 @@ def forward_kernel(
                 (consumer, (gl.constexpr(3), outputs, pipes, o_smem, launch, traits)),
                 (producer, (maps, cu_seqlens, ranges, cache, pipes, launch, workspace, traits)),
             ],
-            [4, 4, 4, 1],
+            [4, 4, 4, traits.producer_warps],
             traits.partition_registers,
         )
     elif traits.consumers == 3:
@@ -537,7 +562,7 @@ def forward_kernel(
                 (consumer, (gl.constexpr(2), outputs, pipes, o_smem, launch, traits)),
                 (producer, (maps, cu_seqlens, ranges, cache, pipes, launch, workspace, traits)),
             ],
-            [4, 4, 1],
+            [4, 4, traits.producer_warps],
             traits.partition_registers,
         )
     else:
@@ -547,6 +572,6 @@ def forward_kernel(
                 (consumer, (gl.constexpr(1), outputs, pipes, o_smem, launch, traits)),
                 (producer, (maps, cu_seqlens, ranges, cache, pipes, launch, workspace, traits)),
             ],
-            [4, 1],
+            [4, traits.producer_warps],
             traits.partition_registers,
         )

@@ -1,11 +1,15 @@
-"""The Hopper forward's producer warp: it finds work tiles, publishes them to the consumers, and loads their Q, K and V.
+"""The Hopper forward's producer: it finds work tiles, publishes them to the consumers, and loads their Q, K and V.
 
 A document's keys may lie among keys of other documents. When such a tile is redone, its V lands on a barrier of the
 producer's own. The producer zeroes rows of other documents (`device.zero_foreign_rows`) before it hands V to the
 consumers.
+
+The keys of an 8-bit cache are converted to q's dtype by a producer of four warps (`device.converted_keys`). Its warps
+meet between a wait for an empty stage and what fills it. Otherwise a slow warp could miss a phase of the barrier.
 """
 
-from ..device.cached_keys import CachedKeys, tell_lost_boxes
+from ..device.cached_keys import CachedKeys, tell_lost_boxes, write_lost_boxes
+from ..device.converted_keys import ConvertedKeys, row_pages
 from ..device.dialect import Value, fence_async_shared, gl, gluon, mbarrier, partition_barrier, record
 from ..device.forward_scheduler import (
     TileScheduler,
@@ -78,7 +82,9 @@ class Producer:
                     upcoming = scheduler.advance(num_tiles, counter, traits)
             work = self.current_work(scheduler, redo, num_tiles)
             if work.is_valid:
-                if traits.cached:
+                if traits.converts_keys:
+                    state = self.load_converted_tile(work, redo, state)
+                elif traits.cached:
                     state = self.load_cached_tile(work, redo, state)
                 else:
                     state = self.load_work_tile(work, redo, state)
@@ -201,6 +207,72 @@ class Producer:
         rows = keys.box_rows(pages, n_start, self.launch.cache.v_step, traits)
         pipe.producer_acquire(state)
         keys.load(pipe, state, self.maps.v, n_start, rows, lost, traits)
+        return state.advance()
+
+    @gluon.jit
+    def load_converted_tile(self, work, redo, state):
+        """`load_cached_tile` for 8-bit keys. Words of K and V are loaded one block ahead, and page ids two. Wide tiles
+        leave registers for the words of K or those of V: then each is loaded when the other is in shared memory.
+        """
+        traits: gl.constexpr = self.traits
+        CONSUMERS: gl.constexpr = traits.consumers
+        maps, pipes, shape = self.maps, self.pipes, self.launch.shape
+        pipes.work.publish(state.work, work, redo, traits)
+        slot, work_state = state.work.index, state.work.advance()
+        q_rows = work.q_rows(shape, traits)
+        keys = CachedKeys.of_tile(work, self.cache, self.launch, self.workspace.errors, traits)
+        keys_k, keys_v = ConvertedKeys.of_k(keys, self.cache, traits), ConvertedKeys.of_v(keys, self.cache, traits)
+        blocks = work.blocks(self.launch, traits)
+        k, v = state.k, state.v
+        n_start, next_start = self.n_start_or_none(blocks, 0), self.n_start_or_none(blocks, 1)
+        box_pages, pages = keys.pages(n_start, traits), row_pages(keys, n_start, traits)
+        next_pages = row_pages(keys, next_start, traits)
+        k_words = keys_k.load(pages, n_start, traits)
+        if not traits.alternates_words:
+            v_words = keys_v.load(pages, n_start, traits)
+        for consumer in gl.static_range(CONSUMERS):
+            q = state.q.at(consumer)
+            pipes.q.producer_acquire(q)
+            partition_barrier()
+            pipes.q.producer_load(
+                q, maps.q, q_rows, work.consumer_m_start(consumer, slot, traits), traits, traits.pack_gqa > 1
+            )
+        for i in range(blocks.count):
+            next_start = self.n_start_or_none(blocks, i + 1)
+            pages_ahead = row_pages(keys, self.n_start_or_none(blocks, i + 2), traits)
+            k = self.store_converted(pipes.k, k, keys_k, k_words, box_pages)
+            if traits.alternates_words:
+                v_words = keys_v.load(pages, self.n_start_or_none(blocks, i), traits)
+            else:
+                k_words = keys_k.load(next_pages, next_start, traits)
+            box_pages = keys.pages(next_start, traits)
+            v = self.store_converted(pipes.v, v, keys_v, v_words, None)
+            if traits.alternates_words:
+                k_words = keys_k.load(next_pages, next_start, traits)
+            else:
+                v_words = keys_v.load(next_pages, next_start, traits)
+            pages, next_pages = next_pages, pages_ahead
+        return ProducerState(k, v, state.q.advance(), work_state)
+
+    @gluon.jit
+    def n_start_or_none(self, blocks, i):
+        """The first key of the tile's block i; behind its last block, a tile before the sequence."""
+        block_n = self.traits.block_n
+        return gl.where(i < blocks.count, blocks.n_block(i, self.traits) * block_n, -block_n)
+
+    @gluon.jit
+    def store_converted(self, pipe, state, keys, words, box_pages):
+        """Fill a stage of K or V with the words of its block. box_pages: page ids of K's boxes; None for V."""
+        traits: gl.constexpr = self.traits
+        pipe.producer_acquire(state)
+        if traits.has_pages:
+            if box_pages is not None:
+                lost = keys.keys.lost_boxes(box_pages, traits)
+                write_lost_boxes(self.pipes.lost_boxes, state, lost, self.workspace.errors)
+        keys.store(pipe.tiles.index(state.index), words)
+        fence_async_shared()
+        partition_barrier()  # all threads have written before one arrives
+        pipe.producer_commit(state)
         return state.advance()
 
     @gluon.jit

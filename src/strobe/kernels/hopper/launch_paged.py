@@ -20,6 +20,7 @@ from ..device.forward_arguments import (
     CacheTensors,
     LaunchParams,
     Pointers,
+    PoolStrides,
     ShapeParams,
     SoftmaxParams,
     WindowParams,
@@ -40,6 +41,7 @@ from .prefill_config import MOST_TOKENS, as_packed, of_few, rows_apart
 from .traits import ROWS, ForwardTraits
 
 MOST_COLUMNS = 64  # of a box: those of a swizzle
+WORD = 4  # bytes
 
 
 def run_few(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
@@ -130,10 +132,14 @@ def prefill_launch(plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counte
     shape = ShapeParams(layout.batch, heads, problem.total_q, problem.capacity, tiles_m, heads)
     window = WindowParams(call.left, call.right, call.max_seqlen_q, NO_BOUND)
     pages = (layout.max_pages, layout.n_pages) if problem.paged else (0, 0)
-    cache = CacheParams(*pages, *rows_apart(problem), 0 if plan.config.decode is None else MOST_TOKENS)
+    few_tokens = 0 if plan.config.decode is None else MOST_TOKENS
+    cache = CacheParams(*pages, *rows_apart(problem), few_tokens)
     softmax = SoftmaxParams(*softmax_parameters(as_packed(problem)))
-    launch = LaunchParams(heads * tiles_m, shape, window, softmax, None, cache)
     tensors = CacheTensors(call.page_table, call.seqlens, call.k_start)
+    if traits.converts_keys:
+        cache = CacheParams(*pages, 0, 0, few_tokens, *[PoolStrides(*word_strides(t)) for t in (call.k, call.v)])
+        tensors = tensors._replace(k=call.k, v=call.v, k_scale=call.k_scale, v_scale=call.v_scale)
+    launch = LaunchParams(heads * tiles_m, shape, window, softmax, None, cache)
     word = error_flags.word(call.q.device)
     pointers = Pointers(lse, call.sinks, call.cu_seqlens_q, None, None, word, counter, tensors)
     arguments = (*descriptors(call, out, traits), pointers, launch, traits)
@@ -141,10 +147,21 @@ def prefill_launch(plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counte
     return Launch(forward.forward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": traits.launch_registers})
 
 
+def word_strides(pool: Tensor) -> list[int]:
+    """Strides of an 8-bit cache's pages, rows and heads in words; 0 along dimensions of size 1."""
+    return [stride // WORD if size > 1 else 0 for size, stride in zip(pool.shape[:3], pool.stride())]
+
+
 def descriptors(call: PagedCall, out: Tensor, traits: ForwardTraits) -> tuple[TensorDescriptor | None, ...]:
-    """Descriptors of q, k, v and out: tiles of the first columns, then tiles of the rest; boxes of k and v."""
+    """Descriptors of q, k, v and out: tiles of the first columns, then tiles of the rest. Those of k and v are of
+    boxes, and None for 8-bit keys.
+    """
     queries, halves = describing(traits.tuning), 2 if traits.tuning.half_staged else 1
-    box = lambda pool, columns: descriptor(pool[0], traits.box_rows, min(columns, MOST_COLUMNS)) if columns else None
+    box = lambda pool, columns: (
+        descriptor(pool[0], traits.box_rows, min(columns, MOST_COLUMNS))
+        if columns and not traits.converts_keys
+        else None
+    )
     first = (
         queries(call.q, ROWS, traits.main_d),
         box(call.k, traits.main_d),

@@ -36,7 +36,8 @@ class MixedConfig:
         t = self.traits.tuning
         heads = f" of {t.pack_gqa} heads" if t.pack_gqa > 1 else ""
         tiles = f"block_m={t.block_m}{heads} block_n={t.block_n} stages={t.stages}"
-        boxes = f", {self.traits.box_rows} keys a copy, shared {self.traits.shared_bytes() / KIB:.0f} KiB"
+        keys = "8-bit keys converted" if self.traits.converts_keys else f"{self.traits.box_rows} keys a copy"
+        boxes = f", {keys}, shared {self.traits.shared_bytes() / KIB:.0f} KiB"
         few = f"; up to {MOST_TOKENS} tokens: {self.decode}" if self.decode else ""
         return tiles + boxes + few
 

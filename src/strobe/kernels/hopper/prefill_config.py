@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...problem.cache import FP8
 from ...problem.call import DTYPES, Packed
 from ...problem.mask import NO_BOUND, MaskStructure
 from ...problem.paged import PagedProblem
@@ -68,6 +69,8 @@ def prefill_traits(problem: PagedProblem, target: Target) -> ForwardTraits:
     widths = next(w for w in TUNINGS if w[0] >= problem.head_dim and w[1] >= problem.head_dim_v)
     tuning = CAPPED.get(widths, TUNINGS[widths]) if problem.softcap else TUNINGS[widths]
     cache = CacheConstants(problem.page_size if problem.paged else 0, problem.k_start)
+    if problem.cache_dtype == FP8:
+        cache = CacheConstants(*cache[:2], True, *problem.scales, problem.head_dim, problem.head_dim_v)
     early = widths in EARLY and keys_a_row(like) >= EARLY_KEYS
     return replace(forward_traits(like, target, tuning, widths, early), cache=cache)
 
@@ -98,8 +101,6 @@ def entries_of(problem: PagedProblem) -> int:
 
 def against_prefill(problem: PagedProblem, target: Target) -> str | None:
     """Why the Hopper forward cannot run the queries, or None. The decode can run those of few tokens."""
-    if problem.cache_dtype != problem.dtype or True in problem.scales:
-        return f"caches in q's dtype only; this is in {DTYPES.get(problem.cache_dtype, problem.cache_dtype)}"
     if problem.out_dtype != problem.dtype:
         return f"writes out in q's dtype; a partial result of {DTYPES[problem.dtype]} is float32"
     if problem.scale <= 0:
@@ -113,6 +114,9 @@ def _against_memory(problem: PagedProblem) -> str | None:
     if any(stride * size % ALIGNMENT for stride in problem.strides[0][-3:-1]):
         return f"TMA needs strides of q in multiples of {ALIGNMENT} bytes: copy it, or pad the head dimension"
     entries, rows = entries_of(problem), problem.page_size
+    if problem.cache_dtype == FP8:  # loaded without TMA
+        few_rows = problem.total_q * problem.heads_kv <= MOST_ROWS
+        return None if few_rows else f"at most {MOST_ROWS} rows of q, TMA's limit"
     sizes = ((problem.total_q,), (entries, rows), (entries, rows))
     for name, lengths, count, strides in zip("qkv", sizes, heads, problem.strides):
         if any(length > 1 and stride == 0 for length, stride in zip((*lengths, count), strides[-len(lengths) - 2 :])):
@@ -130,7 +134,8 @@ def _against_memory(problem: PagedProblem) -> str | None:
 def _against_tiles(problem: PagedProblem, target: Target) -> str | None:
     traits = prefill_traits(problem, target)
     page = problem.page_size if problem.paged else 0
-    if page % traits.block_n and not (page >= LEAST_PAGE and traits.block_n % page == 0):
+    by_boxes = page % traits.block_n == 0 or (page >= LEAST_PAGE and traits.block_n % page == 0)
+    if not by_boxes and not traits.converts_keys:
         return f"pages of {LEAST_PAGE} keys or more that divide or hold {traits.block_n}; these hold {page}"
     tiles = problem.heads_kv * traits.group * max(1, problem.total_q // traits.block_m)
     if tiles < LEAST_TILES * target.sm_count and problem.capacity >= LONG_CAPACITY and not problem.kernel:

@@ -19,6 +19,7 @@ LAUNCH_REGISTERS = {2: 168, 3: 128, 4: 96}  # by the number of consumers
 REGISTERS = {2: (240, 24), 3: (160, 32), 4: (112, 32)}
 REGISTERS_CACHE = {2: (232, 40), 3: (152, 56)}
 REGISTERS_PAGES = {2: (224, 56), 3: (152, 56)}
+REGISTERS_CONVERTED = {2: (208, 88), 3: (144, 80)}  # of a producer that converts 8-bit keys
 PER_THREAD_MBARRIERS = (
     1024  # bytes of per-thread mbarriers, which are not in the kernel's own allocation (device.per_thread_mbarrier)
 )
@@ -109,6 +110,8 @@ class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
     def partition_registers(self) -> list[int]:
         """Registers per thread of the consumers but the first, and of the producer."""
         registers = REGISTERS_PAGES if self.has_pages else REGISTERS_CACHE if self.cached else REGISTERS
+        if self.converts_keys:
+            registers = REGISTERS_CONVERTED
         consumer, producer = registers[self.consumers]
         return [consumer] * (self.consumers - 1) + [producer]
 

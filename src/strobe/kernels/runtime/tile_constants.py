@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, NamedTuple
 
 from ...problem.mask import MaskStructure
 from .tma_requirements import has_spans, rest
+
+MOST_WORD_COLUMNS = 320  # of 64 keys and values, whose words take 40 of a converting producer's registers
 
 
 class TileConstants:
@@ -52,6 +55,12 @@ class CacheConstants(NamedTuple):
 
     page_size: int  # 0: a dense cache
     k_start: bool = False
+    # 8-bit keys and values, which the producer converts (device.converted_keys)
+    fp8: bool = False
+    k_scale: bool = False  # one for each key head
+    v_scale: bool = False
+    head_dim: int = 0  # of 8-bit keys
+    head_dim_v: int = 0
 
 
 class ForwardTileConstants(TileConstants):
@@ -80,9 +89,33 @@ class ForwardTileConstants(TileConstants):
         return self.cache is not None and self.cache.k_start
 
     @property
+    def converts_keys(self) -> bool:
+        """Whether the cache holds 8-bit keys, which the producer converts to q's dtype."""
+        return self.cache is not None and self.cache.fp8
+
+    @property
+    def has_k_scale(self) -> bool:
+        return self.cache is not None and self.cache.k_scale
+
+    @property
+    def has_v_scale(self) -> bool:
+        return self.cache is not None and self.cache.v_scale
+
+    @property
     def box_rows(self) -> int:
-        """Keys that one TMA copy moves."""
+        """Keys that one TMA copy moves. With 8-bit keys, as many as share a page wherever a tile begins."""
+        if self.converts_keys:
+            return gcd(self.page_size, self.block_n)
         return min(self.page_size or self.block_n, self.block_n)
+
+    @property
+    def alternates_words(self) -> bool:
+        """Whether a converting producer holds words of K and of V in turn, instead of both at once."""
+        return self.block_d + self.block_dv > MOST_WORD_COLUMNS
+
+    @property
+    def producer_warps(self) -> int:
+        return 4 if self.converts_keys else 1
 
     @property
     def stages(self) -> int:
