@@ -42,6 +42,7 @@ def run_on(target: Target, call: PagedCall) -> tuple[torch.Tensor, torch.Tensor,
     return out, lse, choice
 
 
+@pytest.mark.parts(3, seed=105)
 @pytest.mark.parametrize(
     "n, name",
     [pytest.param(n, name, marks=[pytest.mark.nightly] * (name in SLOW), id=name) for n, name in enumerate(PAGED)],

@@ -40,6 +40,7 @@ def _check(tensors, functions: Functions, builtin=None, **options):
         assert (got - want).abs().max() < 3e-5 * (1 + want.abs().max())
 
 
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_named_function_is_that_of_the_oracle(name):
     _check(_tensors(), MODS[name].make(torch.float32))

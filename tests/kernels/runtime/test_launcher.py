@@ -122,6 +122,7 @@ LAUNCHED = {
 }
 
 
+@pytest.mark.nightly_cases("backward in turns, main", "backward of split groups, *", "decode from pages of 8 bits")
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_each_kernel_gets_what_triton_would_give_it(name, stage, monkeypatch):
     """The launcher that is compiled beside it, to the letter, so that Triton calls no C compiler of its own; and the C
