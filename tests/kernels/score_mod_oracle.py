@@ -51,8 +51,7 @@ def exact(call: Call, mods: Mods, blocks: Blocks | None = None) -> tuple[Tensor,
     places = [index.view([-1 if i == j else 1 for j in range(4)]) for i, index in enumerate(indices)]
     if mods.score is not None:
         s = mods.score(s, *places).expand(s.shape)
-    seen = call.mask.dense(rows, keys, s.device)
-    seen = seen.view(-1, 1, rows, keys).expand(batch, heads, rows, keys)
+    seen = call.mask.dense(rows, keys, s.device)[:, None].expand(batch, heads, rows, keys)
     if mods.mask is not None:
         seen = seen & mods.mask(*places)
     if blocks is not None:

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from strobe.mods.mask import mask_mod
+from strobe.mods.score import alibi
+from strobe.ops.mods import bind_functions
 from strobe.problem import mask as masks
 from strobe.problem.append import AppendCall
 from strobe.problem.cache import FP8
@@ -270,7 +273,25 @@ DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "paged d64 float32": lambda: _paged(64, dtype=torch.float32),
 }
 
-# Hopper decode: every way to address a key, each number of query rows, each width, with and without splits.
+
+def _alibi(call: Any) -> Any:
+    """The call with a score_mod: a bias that grows with the distance, by a slope for each head."""
+    return bind_functions(call, alibi(torch.ones(call.q.shape[-2])), None)
+
+
+def _tree(call: Any, tokens: int, score: object = None) -> Any:
+    """The call with a mask_mod: trees of drafted tokens, whose ancestors are in a table for each sequence."""
+    batch = call.seqlens.shape[0]
+    tree, past = torch.zeros(batch, tokens, tokens, dtype=torch.bool), torch.zeros(batch, dtype=torch.int64)
+
+    def seen(b, h, q_idx, kv_idx):
+        row, key = q_idx - past[b], kv_idx - past[b]
+        return (key < 0) | tree[b, row.clamp(0, tokens - 1), key.clamp(0, tokens - 1)]
+
+    return bind_functions(call, score, mask_mod(seen))
+
+
+# Hopper decode: every way to address a key, each number of query rows, each width, with and without splits, functions.
 HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     name: case for name, case in DECODES.items() if name.startswith(("d128", "d256 pages", "d64 rows"))
 } | {
@@ -289,6 +310,19 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "d256 a cluster, softcap": lambda: _decode(256, 16, keys=1024, softcap=20.0),
     "d128 long rows, 4 tokens": lambda: _decode(128, tokens=4, keys=8192, heads=(1024, 256)),
     "d128 float8, a cluster": lambda: _decode(128, cache_dtype=FP8, keys=1024),
+    "d128 pages of 16, score_mod": lambda: _alibi(_decode(128, 16)),
+    "d128 float8, 4 tokens, softcap, score_mod": lambda: _alibi(_decode(128, 16, 4, cache_dtype=FP8, softcap=20.0)),
+    "d64 rows, 16 tokens, a cluster, mask_mod": lambda: _tree(_decode(64, tokens=16, keys=1024), 16),
+    "d256 pages of 16, score_mod": lambda: _alibi(_decode(256, 16)),
+    "paged d128 one token, score_mod": lambda: _alibi(_paged(128, tokens=4, promised=1)),
+    "paged d128 4 tokens, mask_mod": lambda: _tree(_paged(128, tokens=16, promised=4), 4),
+    "paged d128 16 tokens, mask_mod": lambda: _tree(_paged(128, tokens=20, promised=16), 16),
+    "paged d128 16 tokens, sinks softcap, score_mod and mask_mod": lambda: _tree(
+        _paged(128, tokens=20, promised=16, sinks=torch.zeros(32), softcap=20.0), 16, alibi(torch.ones(32))
+    ),
+    "paged d256 float8, 8 tokens, score_mod and mask_mod": lambda: _tree(
+        _paged(256, tokens=9, promised=8, cache_dtype=FP8), 8, alibi(torch.ones(32))
+    ),
     "paged d128 one token": lambda: _paged(128, tokens=4, promised=1, left=100),
     "paged d128 16 tokens, sinks": lambda: _paged(128, tokens=20, promised=16, sinks=torch.zeros(32)),
     "paged d64 float8, 4 tokens": lambda: _paged(64, tokens=9, promised=4, cache_dtype=FP8),
@@ -323,9 +357,11 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
 }
 
 
-# Blackwell decode: as the Hopper decode, without packed queries and batch_invariant.
+# Blackwell decode: as the Hopper decode, without packed queries, batch_invariant and functions.
 BLACKWELL_DECODES = {
-    name: case for name, case in HOPPER_DECODES.items() if not name.startswith("paged") and "invariant" not in name
+    name: case
+    for name, case in HOPPER_DECODES.items()
+    if not name.startswith("paged") and "invariant" not in name and "_mod" not in name
 } | {
     "d128 rows, 16 tokens, window sinks softcap": lambda: _decode(
         128, tokens=16, left=900, sinks=torch.zeros(32), softcap=20.0

@@ -305,6 +305,9 @@ def attend_decode(
     if score is None and mask is None:
         return decode.run(call, out, not call.partial)
     call = bind_decode(call, score, mask)
+    choice = decode.direct(call, decode.decide, out)
+    if choice is not None:
+        return decode.attend(call, choice, not call.partial, out)
     read = [*call.tensors, *(call.mods or Mods(ModTexts())).tensors]
     refuse_gradients(read if out is None else [*read, out], "decode")
     if out is None:

@@ -27,6 +27,9 @@ def attend(
     if score is None and mask is None:
         return paged.run(call, out, alone)
     call = bind(call, score, mask)
+    choice = decode.direct(call, paged.decide, out)
+    if choice is not None:
+        return decode.attend(call, choice, alone, out)
     read = [*call.tensors, *(call.mods or Mods(ModTexts())).tensors]
     refuse_gradients(read if out is None else [*read, out], "attention_paged")
     if out is None:

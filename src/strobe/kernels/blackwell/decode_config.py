@@ -14,7 +14,7 @@ from ...problem.decode import DecodeCall, DecodeProblem
 from ...problem.target import Target
 from ..hopper.decode_config import CAPABILITY as HOPPER
 from ..hopper.decode_config import DecodeConfig, HopperDecode
-from ..protocol import Forward, Plan
+from ..protocol import Forward, Plan, against_mods
 
 CAPABILITIES = (100, 103)
 
@@ -33,6 +33,8 @@ class BlackwellDecode(HopperDecode):
             return f"made for sm_{' and sm_'.join(map(str, CAPABILITIES))}; this target is {target.words}"
         if problem.batch_invariant:
             return "batch_invariant=True: the forward here has no bits in common with a decode; the portable one has"
+        if reason := against_mods(problem):
+            return reason
         # its loads, splits and merge are the Hopper decode's, and have the same limits
         return super().why_not(problem, replace(target, capability=HOPPER))
 

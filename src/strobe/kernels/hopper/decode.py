@@ -25,6 +25,9 @@ A short decode takes as long as its chain of loads: length and page ids are load
 partial results. Where one program per SM takes a few tiles of keys, the splits form a cluster, and exchange their
 partial results through shared memory (`cluster_reduce`).
 
+Functions of the call (`decode_hooks`) are constants of the kernel. mask_mod runs beside the product that it
+masks, score_mod between the softcap and the mask.
+
 Sources: split keys, "Flash-Decoding" (pytorch.org, October 2023); packed heads, FlashAttention-3 (arXiv 2407.08608);
 pages, vLLM (arXiv 2309.06180).
 """
@@ -42,7 +45,7 @@ from ..device.dialect import (
     warpgroup_mma_wait,
 )
 from ..device.seqlen import offset_at
-from ..device.softmax import SoftmaxState, apply_softcap
+from ..device.softmax import LOG2_E, SoftmaxState, apply_softcap
 from ..device.split_kv import KeyRange, combined_factor, keys_of_tile, sequence_keys, visible_keys
 from ..runtime.error_flags import PAGES as _PAGES
 from .cluster_reduce import cluster_reduce
@@ -53,9 +56,11 @@ from .decode_arguments import (
     PackedRows,
     PageTable,
     PrefetchedPages,
+    SoftmaxScalars,
     SplitTile,
     TileRows,
 )
+from .decode_hooks import ScoreMods, modify_scores
 from .decode_layouts import allocate_operand, allocate_stages, product_layout
 from .decode_loads import (
     copy_tile,
@@ -146,22 +151,23 @@ def online_softmax(s, state, scale_log2, traits: gl.constexpr):
 
 
 @gluon.jit
-def attend(smem, cache, pages, keys, visible, softmax, errors, traits: gl.constexpr):
+def attend(smem, cache, pages, keys, visible, softmax, mods, errors, traits: gl.constexpr):
     """(O^T, not yet normalized, SoftmaxState) of the split `keys`, after `start_copies`.
 
-    pages: PrefetchedPages that start_copies returned; visible: KeyRange of each query; softmax: SoftmaxScalars.
+    pages: PrefetchedPages that start_copies returned; visible: KeyRange of each query; softmax: SoftmaxScalars; mods:
+    ScoreMods, or None.
     """
     begin = keys.start // traits.block_n * traits.block_n
     rows = gl.arange(0, traits.block_n, gl.SliceLayout(1, product_layout(traits.block_m, traits.warps)))
     state = DecodeState(pages, no_keys(traits), zero_o(traits), begin * 0)
     for n_start in range(begin, keys.stop, traits.step):
-        state = mainloop_step(n_start, rows, state, smem, cache, keys, visible, softmax, errors, traits)
+        state = mainloop_step(n_start, rows, state, smem, cache, keys, visible, softmax, mods, errors, traits)
     cp_async_wait(0)  # the groups still in flight are empty; a kernel leaves none behind
     return state.o, SoftmaxState(state.softmax.row_max, gl.sum(state.softmax.row_sum, 0))
 
 
 @gluon.jit
-def mainloop_step(n_start, rows, state, smem, cache, keys, visible, softmax, errors, traits: gl.constexpr):
+def mainloop_step(n_start, rows, state, smem, cache, keys, visible, softmax, mods, errors, traits: gl.constexpr):
     """The tile of keys n_start + rows."""
     AHEAD: gl.constexpr = traits.stages - 1
     stage, table = state.stage, cache.table
@@ -171,11 +177,15 @@ def mainloop_step(n_start, rows, state, smem, cache, keys, visible, softmax, err
     later = n_start + AHEAD * traits.step
     copy_tile(smem, gl.where(stage == 0, AHEAD, stage - 1), cache, state.pages.to_copy, keys, later, traits)
     to_copy_next = page_ids_of_copies(table, later + 2 * traits.step, traits)
+    shown = 0
+    if traits.mask_mod is not None:
+        shown = mods.shown(n_start, rows, traits)
     s = warpgroup_mma_wait(0, deps=[s])
     # P^T = softmax(S^T)
     if traits.fp8:
         s = s * softmax.q_scale[None, :]
     s = apply_softcap(s, softmax.softcap, traits)
+    s = modify_scores(s, n_start, rows, shown, mods, traits)
     is_key, of_scores = in_split(n_start, rows, keys), state.pages.of_scores
     if traits.page_size > 0:
         exists = in_pool(of_scores, table)
@@ -294,7 +304,12 @@ def decode_kernel(tensors, scales, partials, errors, strides, shape, window, sof
         k_scale, v_scale = load_scales(scales, tile.head, traits)
         softmax = store_queries(smem.q, q, k_scale, softmax_params, traits)
         visible = visible_to_queries(rows, num_keys, window, traits)
-        o, state = attend(smem, cache, later_pages, keys, visible, softmax, errors, traits)
+        mods = None
+        if traits.has_mods:
+            mods = ScoreMods.of_tile(rows, tile.batch, num_keys, softmax.scale_log2, tensors.hooks, traits)
+        if traits.score_mod is not None:
+            softmax = SoftmaxScalars(LOG2_E, softmax.softcap, softmax.q_scale)
+        o, state = attend(smem, cache, later_pages, keys, visible, softmax, mods, errors, traits)
         # epilogue
         o, lse_log2 = normalize_split(o, state, v_scale)
         if traits.cluster:

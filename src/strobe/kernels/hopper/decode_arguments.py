@@ -16,6 +16,7 @@ class DecodeTensors(NamedTuple):
     lse: Any
     sinks: Any
     cu_seqlens_q: Any  # [B + 1] where q is packed
+    hooks: Any = None  # HookParams: what functions of scores and masks read
 
 
 class PackedRows(NamedTuple):
@@ -111,7 +112,9 @@ class DecodeSoftmax(NamedTuple):
 
 
 class SoftmaxScalars(NamedTuple):
-    """DecodeSoftmax of a key head, and the power of two by which each row of float16 q was divided."""
+    """DecodeSoftmax of a key head, and the power of two by which each row of float16 q was divided. With a score_mod
+    scale_log2 is log2(e): its scores are in natural units.
+    """
 
     scale_log2: Any
     softcap: Any

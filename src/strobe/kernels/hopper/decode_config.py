@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,10 +14,12 @@ from ...problem.decode import DecodeCall, DecodeProblem
 from ...problem.mask import NO_BOUND
 from ...problem.problem import ALIGNMENT, Problem
 from ...problem.target import KIB, Target
-from ..protocol import Buffer, Cost, Forward, Plan, against_mods, decode_cost, launches_clusters
+from ..protocol import Buffer, Cost, Forward, Plan, decode_cost, launches_clusters
 from ..runtime import split_kv
 from ..runtime.batch_invariant import as_decode
 from ..runtime.compile_cache import Constants
+from ..runtime.hook_constants import HookConstants, function_key
+from ..runtime.mod_function import against_texts, mod_functions
 from ..runtime.split_kv import Traits, splits
 from ..runtime.tma_requirements import against_tools
 
@@ -52,7 +54,7 @@ STREAMED_KEYS = 12_000  # keys per SM
 
 
 @dataclass(frozen=True)
-class DecodeTraits(Constants, Traits):
+class DecodeTraits(Constants, Traits, HookConstants):
     """Compile-time constants of the decode. It has no __str__ of its own, because Triton identifies kernels by it."""
 
     block_m: int
@@ -69,12 +71,22 @@ class DecodeTraits(Constants, Traits):
     programmatic_launch: bool = False  # programmatic dependent launch
     # Splits per cluster, one program each, combined in shared memory. 0: splits are combined in global memory.
     cluster: int = 0
+    # functions of the call (decode_hooks), and keys of their text, as in ForwardTraits
+    score_mod: Any = None
+    mask_mod: Any = None
+    functions: tuple[str | None, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "functions", tuple(function_key(fn) for fn in (self.score_mod, self.mask_mod)))
 
     ragged: ClassVar[bool] = False  # packed queries, of another number for each sequence; see `paged_config`
 
     @property
     def warps(self) -> int:
-        return 4
+        """Eight for functions in the tallest tile: each thread then has half as many scores. With four, a score_mod and
+        a mask_mod spill 296 bytes (16 tokens, d128), or 124 bytes (8 tokens over 8-bit keys, d256).
+        """
+        return 8 if self.has_mods and self.block_m == most_rows(self.head_dim, self.head_dim_v) else 4
 
     @property
     def block_d(self) -> int:
@@ -165,7 +177,7 @@ def invariant_config(problem: Problem) -> InvariantConfig:
     # the last two are unused here
     traits = replace(traits, stages=2, block_m=2 * traits.block_m, partial_rows=0, same_strides=False)
     return InvariantConfig(
-        InvariantTraits(**{field.name: getattr(traits, field.name) for field in fields(traits)}, packed=problem.packed)
+        InvariantTraits(**{f.name: getattr(traits, f.name) for f in fields(traits) if f.init}, packed=problem.packed)
     )
 
 
@@ -188,6 +200,11 @@ class DecodeConfig:
 def padded(width: int, least: int) -> int:
     """The next power of two, at least `least`."""
     return max(least, 1 << (width - 1).bit_length())
+
+
+def most_rows(head_dim: int, head_dim_v: int) -> int:
+    """Rows of the tallest tile."""
+    return MOST_ROWS if max(head_dim, head_dim_v) <= 128 else MOST_ROWS_WIDE
 
 
 def padded_to(size: int, step: int) -> int:
@@ -257,7 +274,7 @@ def furthest(problem: DecodeProblem) -> int:
 def traits_of(problem: DecodeProblem) -> DecodeTraits:
     """The constants of a problem, except what depends on the number of splits."""
     rows, layout = problem.group * problem.layout.seqlen_q, problem.layout
-    most = MOST_ROWS if max(problem.head_dim, problem.head_dim_v) <= 128 else MOST_ROWS_WIDE
+    most = most_rows(problem.head_dim, problem.head_dim_v)
     known = split_kv.traits(problem) | {
         "block_m": min(most, padded(rows, LEAST_ROWS)),
         "partial_rows": min(most, padded(rows, 1)),
@@ -267,6 +284,9 @@ def traits_of(problem: DecodeProblem) -> DecodeTraits:
         "masks_queries": layout.seqlen_q > 1 and (problem.left, problem.right) != (NO_BOUND, NO_BOUND),
         "in_order": problem.batch_invariant,
     }
+    if problem.mods is not None:
+        functions = mod_functions(problem.mods)
+        known |= {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
     found = [DecodeTraits(block_n=t.block_n, stages=t.stages, **known) for t in TILES]
     return next(f for n in (2, 1) for f in found if n * (f.shared_bytes() + RESERVED) <= MOST_SHARED)
 
@@ -277,7 +297,7 @@ class HopperDecode:
     def why_not(self, problem: DecodeProblem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability != CAPABILITY:
             return f"made for sm_{CAPABILITY}; this target is {target.words}"
-        if reason := against_mods(problem):
+        if reason := against_texts(problem):
             return reason
         if problem.dtype not in (torch.float16, torch.bfloat16):
             return f"float16 and bfloat16 queries only; these are {DTYPES[problem.dtype]}"

@@ -18,10 +18,10 @@ def row_layout(width, warps):
 
 
 @gluon.constexpr_function
-def combine_layout(splits, width):
-    """Partial results [splits, rows, width] of four warps: a thread has its columns of all splits."""
+def combine_layout(splits, width, warps):
+    """Partial results [splits, rows, width]: a thread has its columns of all splits."""
     lanes = min(32, width // 4)
-    return gl.BlockedLayout([splits, 1, 4], [1, 32 // lanes, lanes], [1, 4, 1], [2, 1, 0])
+    return gl.BlockedLayout([splits, 1, 4], [1, 32 // lanes, lanes], [1, warps, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function

@@ -110,9 +110,9 @@ def combine_splits(partials, indices, traits: gl.constexpr):
     """
     ROWS: gl.constexpr = traits.partial_rows
     SPLITS: gl.constexpr = traits.splits_per_load
-    layout: gl.constexpr = combine_layout(SPLITS, traits.block_dv)  # of O [splits, rows, D_v]
+    layout: gl.constexpr = combine_layout(SPLITS, traits.block_dv, traits.warps)  # of O [splits, rows, D_v]
     o_rows: gl.constexpr = gl.SliceLayout(0, layout)
-    lanes: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])  # of lse [splits, rows]
+    lanes: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, traits.warps], [0, 1])  # of lse [splits, rows]
     split = gl.arange(0, SPLITS, gl.SliceLayout(1, lanes))
     o_split = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     row = gl.arange(0, ROWS, gl.SliceLayout(0, lanes))

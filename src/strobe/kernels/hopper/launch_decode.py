@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,11 +13,12 @@ from ...problem.decode import DecodeCall, DecodeProblem
 from ...problem.paged import PagedCall, PagedProblem
 from ...problem.problem import Problem
 from .. import protocol
-from ..device.forward_arguments import WindowParams
+from ..device.forward_arguments import HookParams, WindowParams
 from ..device.persistent_launch import LOG2_E, MOST_TILES, Launch
 from ..protocol import Forward, Plan
 from ..runtime import batch_invariant, error_flags, launcher
 from ..runtime.launch_cache import CACHE, forward_addresses
+from ..runtime.mod_function import mod_aux
 from ..runtime.split_kv import insert_launch
 from ..runtime.workspace import zeros_on
 from . import decode
@@ -45,12 +48,30 @@ def partials_of(plan: Plan, workspace: dict[str, Tensor], device: torch.device) 
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
     partials = partials_of(plan, workspace, call.q.device)
     word = error_flags.word(call.q.device)
+    hooks, read = hooks_of(plan, call)
     tensors = DecodeTensors(
-        call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks, None
+        call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks, None, hooks
     )
-    moving = (*tensors, call.k_scale, call.v_scale, *partials, word)
-    launch = launcher.start(plan, t.out.stride(), moving, lambda: decode_launch(plan, call, tensors, partials, word))
+    moving = (*tensors[:-1], call.k_scale, call.v_scale, *partials, word, *read.tensors)
+    key = (t.out.stride(), *read.kinds)
+    launch = launcher.start(plan, key, moving, lambda: decode_launch(plan, call, tensors, partials, word))
     insert_launch(plan, call, t, workspace, launch)
+
+
+class HookReads(NamedTuple):
+    """What functions of a call read, for `launcher.start`: its tensors, and its part of the key."""
+
+    tensors: tuple[Tensor, ...] = ()
+    kinds: tuple = ()
+
+
+def hooks_of(plan: Plan, call: DecodeCall | PagedCall) -> tuple[HookParams | None, HookReads]:
+    if call.mods is None:
+        return None, HookReads()
+    score, mask, _ = mod_aux(plan.problem, call)
+    values = (*score, *mask)
+    tensors = tuple([value for value in values if isinstance(value, Tensor)])
+    return HookParams(score or None, mask or None, None), HookReads(tensors, tuple(map(launcher.kind_of, values)))
 
 
 def run_invariant(plan: Plan, call: Call, t: Forward) -> None:

@@ -35,7 +35,7 @@ from ..runtime.workspace import pieces_of, zeros_on
 from . import forward
 from .decode_arguments import DecodeTensors
 from .decode_config import padded
-from .launch_decode import decode_launch, partials_of
+from .launch_decode import decode_launch, hooks_of, partials_of
 from .paged_rows import other_rows_kernel
 from .prefill_config import MOST_TOKENS, as_packed, of_few, rows_apart
 from .traits import ROWS, ForwardTraits
@@ -45,9 +45,9 @@ WORD = 4  # bytes
 
 
 def run_few(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
-    moving, decode = _decode(plan, call, t, workspace)
+    moving, kinds, decode = _decode(plan, call, t, workspace)
     others = _start(plan, "others", moving, t, lambda: other_rows_launch(plan, decode()))
-    _insert(plan, call, t, workspace, _both(others, _start_decode(plan, moving, decode, t)))
+    _insert(plan, call, t, workspace, _both(others, _start_decode(plan, moving, kinds, decode, t)))
 
 
 def run_mixed(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
@@ -66,36 +66,38 @@ def run_mixed(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tens
     both: Replay | None = launch if counter is None or launch is None else launch.on_this_stream()
     if plan.config.decode is not None:
         few = plan._replace(problem=of_few(plan.problem), config=plan.config.decode)
-        moving, decode = _decode(few, call, t, workspace)
-        both = _both(both, _start_decode(few, moving, decode, t))
+        moving, kinds, decode = _decode(few, call, t, workspace)
+        both = _both(both, _start_decode(few, moving, kinds, decode, t))
     if plan.replays and out is t.out:
         _insert(plan, call, t, workspace, both)
 
 
 def _decode(
     plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]
-) -> tuple[tuple[Tensor | None, ...], Callable[[], Launch]]:
-    """(tensors that the decode reads and writes, a function that describes its launch)."""
+) -> tuple[tuple[Tensor | None, ...], tuple, Callable[[], Launch]]:
+    """(tensors that the decode reads and writes, kinds of values that its functions read, a function that describes
+    its launch).
+    """
     word, partials = error_flags.word(call.q.device), partials_of(plan, workspace, call.q.device)
-    tensors = DecodeTensors(
-        call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start, t.out, t.lse, call.sinks, call.cu_seqlens_q
-    )
-    moving = (*tensors, call.k_scale, call.v_scale, *partials, word)
-    return moving, partial(decode_launch, plan, call, tensors, partials, word)
+    hooks, read = hooks_of(plan, call)
+    about = (call.q, call.k, call.v, call.page_table, call.seqlens, call.k_start)
+    tensors = DecodeTensors(*about, t.out, t.lse, call.sinks, call.cu_seqlens_q, hooks)
+    moving = (*tensors[:-1], call.k_scale, call.v_scale, *partials, word, *read.tensors)
+    return moving, read.kinds, partial(decode_launch, plan, call, tensors, partials, word)
 
 
-def _start_decode(plan: Plan, moving: tuple, decode: Callable[[], Launch], t: Forward) -> Replay | None:
-    launch, traits = _start(plan, "decode", moving, t, decode), plan.config.traits
+def _start_decode(plan: Plan, moving: tuple, kinds: tuple, decode: Callable[[], Launch], t: Forward) -> Replay | None:
+    launch, traits = _start(plan, "decode", moving, t, decode, kinds), plan.config.traits
     if launch is not None and not (traits.single or traits.cluster):  # counters of the current stream
         return launch.on_this_stream()
     return launch
 
 
 def _start(
-    plan: Plan, name: str, moving: tuple, t: Forward, describe: Callable[[], Launch]
+    plan: Plan, name: str, moving: tuple, t: Forward, describe: Callable[[], Launch], kinds: tuple = ()
 ) -> launcher.RecordedLaunch | None:
     """The first of `moving` is q. The key has its strides, because it may be a copy (`run_mixed`)."""
-    return launcher.start(plan, (name, moving[0].stride(), t.out.stride()), moving, describe)
+    return launcher.start(plan, (name, moving[0].stride(), t.out.stride(), *kinds), moving, describe)
 
 
 def _insert(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor], replay: Replay | None) -> None:
@@ -115,7 +117,7 @@ def other_rows_launch(plan: Plan, decode: Launch) -> Launch:
     """The launch for rows that `decode` does not write."""
     problem = plan.problem
     tensors, _, _, word, strides, shape = decode.arguments[:6]
-    unused = dict.fromkeys(("q", "k", "v", "page_table", "seqlens", "k_start"))
+    unused = dict.fromkeys(("q", "k", "v", "page_table", "seqlens", "k_start", "hooks"))
     arguments = (
         tensors._replace(**unused), word, strides.out, shape, problem.heads_q, problem.head_dim_v,
         padded(problem.head_dim_v, 1),

@@ -66,7 +66,7 @@ class HopperPaged(HopperDecode):
             splits = problem.layout.batch > 1 and isinstance(decode, DecodeConfig) and decode.n_splits > 1
             return MixedConfig(prefill_traits(problem, target), decode if splits else None)  # type: ignore[arg-type]
         config = super().config(problem, target)
-        traits = PagedTraits(**{f.name: getattr(config.traits, f.name) for f in fields(config.traits)})
+        traits = PagedTraits(**{f.name: getattr(config.traits, f.name) for f in fields(config.traits) if f.init})
         return DecodeConfig(traits, config.n_splits, config.split_size)
 
     def workspace(self, problem: PagedProblem, config: DecodeConfig | MixedConfig) -> tuple[Buffer, ...]:  # type: ignore[override]

@@ -10,7 +10,7 @@ from ...problem.mask import NO_BOUND, MaskStructure
 from ...problem.paged import PagedProblem
 from ...problem.problem import ALIGNMENT, Problem
 from ...problem.target import Target
-from ..protocol import keys_a_row
+from ..protocol import against_mods, keys_a_row
 from ..runtime.tile_constants import CacheConstants
 from ..runtime.tma_requirements import MOST_ROWS, entries_apart
 from .forward_config import EARLY, EARLY_KEYS, forward_traits
@@ -101,6 +101,8 @@ def entries_of(problem: PagedProblem) -> int:
 
 def against_prefill(problem: PagedProblem, target: Target) -> str | None:
     """Why the Hopper forward cannot run the queries, or None. The decode can run those of few tokens."""
+    if reason := against_mods(problem):
+        return reason
     if problem.out_dtype != problem.dtype:
         return f"writes out in q's dtype; a partial result of {DTYPES[problem.dtype]} is float32"
     if problem.scale <= 0:

@@ -206,12 +206,17 @@ def forward_addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
     return *held, *[0 if t is None else t.data_ptr() for t in call.optionals], *_of_mods(call)
 
 
-def decode_addresses(call: DecodeCall | PagedCall, *written: int) -> tuple[int, ...]:
+def decode_addresses(call: DecodeCall | PagedCall, *written: int) -> tuple:
     """The key of a launch over a cache among those of its plan. written: addresses of out, lse and the workspace.
 
-    The plan determines which of the call's tensors are present.
+    The plan determines which of the call's tensors are present, and the sizes and strides of captured ones.
     """
-    return *[tensor.data_ptr() for tensor in call.about if tensor is not None], *written
+    held = *[tensor.data_ptr() for tensor in call.about if tensor is not None], *written
+    mods = call.mods
+    if mods is None:
+        return held
+    captured = [tensor.data_ptr() for tensor in mods.tensors]
+    return *held, *captured, *mods.score_numbers, *mods.mask_numbers
 
 
 def backward_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tuple:
