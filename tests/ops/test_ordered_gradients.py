@@ -9,7 +9,10 @@ pytest.importorskip("triton")
 
 import strobe
 from strobe.ops import ordered_gradients
+from strobe.ops.ordered_gradients import PackedRows
+from strobe.problem.call import Call
 from strobe.problem.target import FAKES
+from tests.mods import triton_examples
 from tools.proof.simulate import on
 
 A100, H200 = FAKES["A100"], FAKES["H200"]
@@ -67,18 +70,144 @@ def test_hopper_and_equal_bits():
         assert ((got.float() - exact).norm() / exact.norm()).item() < 4e-3
 
 
-def test_refused_by_name():
-    """Packed and partial calls, and dropout, have no ordered pass."""
-    slopes = torch.rand(4, requires_grad=True)
-    q = _draw(1, 20, 4, 16).half()
-    options = {"score_mod": lambda s, b, h, q, k: s * slopes[h], "deterministic": True}
-    offsets = torch.tensor([0, 5, 20], dtype=torch.int32)
+# ---------------------------------------------------------------- packed and partial calls, and dropout
+
+# four sequences; one has no query, and the first and last tokens are in none
+OFFSETS_Q, OFFSETS_K = (2, 40, 40, 57, 68), (3, 20, 50, 78, 90)
+BOUNDS = {"max_seqlen_q": 38, "max_seqlen_k": 30}
+
+
+def _packed(q, k, v, options) -> list[torch.Tensor]:
+    offsets = [torch.tensor(ends, dtype=torch.int32, device=q.device) for ends in (OFFSETS_Q, OFFSETS_K)]
+    options = options | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets))
+    return [strobe.attention_varlen(q[0], k[0], v[0], **options)]
+
+
+def _both_partial(q, k, v, options) -> list[torch.Tensor]:
+    offsets = [torch.tensor(ends, dtype=torch.int32, device=q.device) for ends in (OFFSETS_Q, OFFSETS_K)]
+    dense = strobe.partial_attention(q, k, v, **options)
+    options = options | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets))
+    packed = strobe.partial_attention_varlen(q[0], k[0], v[0], **options)
+    return [dense.out, dense.lse, packed.out, packed.lse.masked_fill(packed.lse == -torch.inf, 0.0)]
+
+
+OTHERS = {
+    "packed, lengths read": (_packed, {"window": (12, 20)}),
+    "packed, bounds": (_packed, {"window": (12, 20), "softcap": 3.0} | BOUNDS),
+    "packed, dropout": (_packed, {"dropout_p": 0.3, "dropout_seed": 5} | BOUNDS),
+    "dropout": (lambda q, k, v, options: [strobe.attention(q, k, v, **options)], {"dropout_p": 0.3, "dropout_seed": 5}),
+    "partial": (_both_partial, {"mask": strobe.mask_mod(lambda b, h, q, k: (q + 2 * k + h) % 3 != b % 3)}),
+}  # fmt: skip
+
+
+def _other_gradients(name: str, target=None, seed: int = 0, device: str = "cpu") -> list[torch.Tensor]:
+    """Of q, k, v, a table by sequence and head, and a table of relative positions. target: of the simulator."""
+    run, options = OTHERS[name]
+    captured = [_draw(*one, seed=5).to(device).requires_grad_() for one in ((4, 4), (9,))]
+    score = lambda s, b, h, q, k: s * (1 + captured[0][b, h]) + captured[1][(q - k).clamp(-4, 4) + 4]
+    dtype = torch.float32 if target is None and device == "cpu" else torch.float16
+    shapes = ((1, ROWS, HEADS[0], 16), (1, KEYS, HEADS[1], 16), (1, KEYS, HEADS[1], 16))
+    leaves = [_draw(*one, seed=n).half().to(device, dtype).requires_grad_() for n, one in enumerate(shapes)]
+
+    def gradients() -> list[torch.Tensor]:
+        found = run(*leaves, options | {"score_mod": score, "deterministic": True})
+        ups = [_draw(*out.shape, seed=7 + n).half().to(device, out.dtype) for n, out in enumerate(found)]
+        return list(torch.autograd.grad(found, [*leaves, *captured], ups))
+
+    if target is None:
+        return gradients()
+    with on(target, "random", seed):
+        return gradients()
+
+
+SMALL, LARGE = 16 * 30 * HEADS[0], 2 * 38 * 30 * HEADS[0]
+EACH_COMMIT = {("packed, bounds", LARGE), ("dropout", SMALL), ("partial", SMALL)}
+
+
+@pytest.mark.parametrize(("name", "elements"), [
+    pytest.param(name, size, marks=() if (name, size) in EACH_COMMIT else pytest.mark.nightly)
+    for name in OTHERS for size in (SMALL, LARGE)
+])  # fmt: skip
+def test_packed_and_partial_calls_and_dropout(name, elements, monkeypatch):
+    """In blocks of two sequences, and of some rows of one."""
+    monkeypatch.setattr(ordered_gradients, "MOST_ELEMENTS", elements)
+    for got, exact in zip(_other_gradients(name, A100), _other_gradients(name)):
+        assert ((got.float() - exact).norm() / exact.norm()).item() < 4e-3
+
+
+@pytest.mark.nightly
+def test_equal_bits_of_packed_sequences_on_hopper():
+    first, second = (_other_gradients("packed, bounds", H200, seed=seed) for seed in (1, 2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+    for got, exact in zip(first, _other_gradients("packed, bounds")):
+        assert ((got.float() - exact).norm() / exact.norm()).item() < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OTHERS)
+def test_packed_and_partial_calls_and_dropout_on_a_gpu(name):
+    first, second = (_other_gradients(name, device="cuda") for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+    for got, exact in zip(first, _other_gradients(name)):
+        assert ((got.cpu().float() - exact).norm() / exact.norm()).item() < 4e-3
+
+
+@pytest.mark.gpu
+def test_packed_sequences_in_a_graph():
+    """With bounds, nothing is read on the host."""
+    offsets = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+    q = _draw(300, 4, 64).cuda().half().requires_grad_()
+    slopes = torch.rand(2, 4, device="cuda", requires_grad=True)
+    score = lambda s, b, h, q, k: s * slopes[b, h]
+    options = {"cu_seqlens_q": offsets, "max_seqlen_q": 200, "score_mod": score, "deterministic": True}
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out = strobe.attention_varlen(q, q, q, causal=True, **options)
+        return torch.autograd.grad(out, (q, slopes), torch.ones_like(out))
+
+    eager = gradients()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        gradients()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients()
+    graph.replay()
+    assert all(torch.equal(one, other) for one, other in zip(found, eager))
+
+
+def test_a_sequence_longer_than_promised_has_no_gradient():
+    """Neither do captured tensors, some of whose terms this pass does not see."""
+    slopes = torch.rand(2, requires_grad=True)
+    q = _draw(70, 2, 16).half().requires_grad_()
+    offsets = torch.tensor([0, 10, 70], dtype=torch.int32)
+    score = lambda s, b, h, q, k: s * slopes[h]
     with on(A100):
-        assert strobe.supports(q, q, q, **options)
-        for run in (
-            lambda: strobe.partial_attention(q, q, q, **options),
-            lambda: strobe.attention_varlen(q[0], q[0], q[0], cu_seqlens_q=offsets, **options),
-            lambda: strobe.attention(q, q, q, dropout_p=0.5, dropout_seed=1, **options),
-        ):
-            with pytest.raises(strobe.UnsupportedProblem, match="captured tensors are summed by atomics"):
-                run()
+        out = strobe.attention_varlen(
+            q, q, q, cu_seqlens_q=offsets, max_seqlen_q=40, max_seqlen_k=70, score_mod=score, deterministic=True
+        )
+        (found,) = torch.autograd.grad(out.nan_to_num().sum(), slopes)
+    assert found.isnan().all()
+
+
+def test_a_triton_function_without_a_reference_is_refused():
+    """The second pass runs in torch operations."""
+    bias = strobe.bias(torch.zeros(20, 20, requires_grad=True))
+    q = _draw(1, 20, 4, 16).half()
+    shown = strobe.mask_mod(triton_examples.striped, captures=(torch.full((4,), 3), 0))
+    with on(A100):
+        with pytest.raises(strobe.UnsupportedProblem, match=r"captured tensors: .* pass reference="):
+            strobe.attention(q, q, q, score_mod=bias, mask=shown, deterministic=True)
+        assert strobe.supports(q, q, q, score_mod=bias, mask=shown)
+
+
+def test_lengths_are_not_read_while_a_graph_is_captured(monkeypatch):
+    q = _draw(8, 1, 16)
+    call = Call(q, q, q)
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    monkeypatch.setattr(ordered_gradients.torch_private, "cuda_is_capturing", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(strobe.UnsupportedProblem, match="pass max_seqlen_q and max_seqlen_k"):
+        PackedRows.of(call, (offsets, offsets), (None, 8))
+    assert PackedRows.of(call, (offsets, offsets), (9, 8)).longest_q == 9

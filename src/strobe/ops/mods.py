@@ -73,6 +73,8 @@ def bind(
         bound.text, bound.gradient, seen.text, dropout is not None, max_scores, call.cu_seqlens_q is not None
     )
     dropped = (0.0, None) if dropout is None else (dropout.p, dropout.seed_on(call.q.device))
+    if call.deterministic:
+        ordered_gradients.check_texts(texts)
     mods = Mods(texts, bound.tensors, seen.tensors, bound.numbers, seen.numbers, *dropped)
     call = Call._make((*call[:_NEEDS_GRAD], needs_grad, *call[_NEEDS_GRAD + 1 : -1], mods))
     check_captured(call)  # here, since the dispatcher would take a list with a tensor of another device elsewhere

@@ -227,13 +227,12 @@ def rows_apart(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _texts(call: Call) -> ModTexts | None:
     """The functions of a call. With deterministic gradients, those of captured tensors are computed apart
-    (`ops.ordered_gradients`): not for packed, partial or dropped calls, whose kernels refuse.
+    (`ops.ordered_gradients`), except in float64, in which only the CPU kernel has functions.
     """
     if call.mods is None:
         return None
     texts = call.mods.texts
-    is_apart = call.deterministic and not (call.packed or call.partial or texts.dropout or call.q.dtype.itemsize > 4)
-    return texts.without_additions if is_apart else texts
+    return texts.without_additions if call.deterministic and call.q.dtype.itemsize <= 4 else texts
 
 
 def _alignment(tensor: Tensor) -> int:

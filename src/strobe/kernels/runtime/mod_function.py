@@ -114,7 +114,4 @@ def against_texts(problem: Problem | DecodeProblem, drops: bool = False) -> str 
         return "drops no weights (dropout_p)"
     if not drops and problem.mods.max_scores:
         return "returns no max_scores"
-    programs = [Program.parse(text) for text in problem.mods.programs]
-    if isinstance(problem, Problem) and problem.deterministic and any(program.scatters for program in programs):
-        return "gradients of captured tensors are summed by atomics, in no fixed order"
     return None
