@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from strobe.kernels.device.dialect import reinterpret
+from strobe.sim import simulate
 from tests.sim.places import PLACES, launch
 from tools.proof.compile import offline
 
@@ -92,3 +93,31 @@ def stored(kernel, x, *constants):
     found = re.findall(r"st\.shared\S*\s+\[%r\d+(?:\+(\d+))?\]", ptx)
     assert found
     return found
+
+
+@gluon.jit
+def pieces_of_two_ctas(x, out):
+    """x [128, 128], whose rows two CTAs divide, through registers in, through pieces of both out."""
+    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0], cga_layout=[[1, 0]])
+    row = gl.arange(0, 128, gl.SliceLayout(1, by_rows))[:, None]
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 128], gl.bfloat16, cga_layout=[[1, 0]])
+    tile = gl.allocate_shared_memory(gl.bfloat16, [128, 128], tile_layout)
+    tile.store(gl.load(x + row * 128 + gl.arange(0, 128, gl.SliceLayout(0, by_rows))[None, :]))
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [1, 1, 1], [2, 1, 0], cga_layout=[[1, 0, 0]])
+    pieces_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3, cga_layout=[[1, 0, 0]])
+    pieces = reinterpret(tile, gl.bfloat16, [16, 2, 8, 64], pieces_layout)
+    plane: gl.constexpr = gl.SliceLayout(2, layout)
+    cta = gl.arange(0, 2, gl.SliceLayout(1, plane))[:, None]
+    place = (cta * 8 + gl.arange(0, 8, gl.SliceLayout(0, plane))[None, :])[:, :, None] * 64
+    place = place + gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :][None, :, :]
+    for piece in range(16):
+        gl.store(out + piece * 1024 + place, pieces.index(piece).load(layout))
+
+
+def test_each_of_two_ctas_cuts_its_own_rows_into_pieces():
+    """Piece n of CTA c is rows 8 (n % 8) of its 64 rows, in block n // 8 of the columns."""
+    pytest.importorskip("triton", minversion="3.9")
+    x, out = torch.arange(128 * 128).remainder(251).reshape(128, 128).bfloat16(), torch.zeros(16, 2, 8, 64).bfloat16()
+    with simulate("sm_100"):
+        pieces_of_two_ctas[(1,)](x, out, num_warps=1, num_ctas=2)
+    assert torch.equal(out, x.reshape(2, 8, 8, 2, 64).permute(3, 1, 0, 2, 4).reshape(16, 2, 8, 64))

@@ -150,8 +150,9 @@ class SharedMemory(Ctas):
 
     def create_memdesc_reinterpret(self, ty: Type, window: Window) -> Window:
         memory = window.memory
-        if ty.elem == window.elem and self.layouts.pieces(
-            ty.elem, window.view.shape, window.type.layout[0], tuple(ty.shape), ty.layout[0]
+        source = window.view.shape, window.type.layout[0]
+        if ty.elem == window.elem and (
+            self._cut_by_ctas(ty, window) or self.layouts.pieces(ty.elem, *source, tuple(ty.shape), ty.layout[0])
         ):
             return Window(memory, Pieces(window.view.reshape(-1, window.view.shape[-1]), tuple(ty.shape)), ty.elem, ty)
         if memory.space == "tensor" or window.view.flags.c_contiguous:
@@ -170,6 +171,17 @@ class SharedMemory(Ctas):
         else:
             raise NotImplementedError(f"reinterpret of {window.label}: a view that is not contiguous")
         return Window(memory, view, ty.elem, ty)
+
+    def _cut_by_ctas(self, ty: Type, window: Window) -> bool:
+        """Whether CTAs that divide the rows of a tile [..., rows, columns] cut it into [n, CTAs, fewer rows, block]."""
+        shape = tuple(ty.shape)
+        if self.ctas == 1 or len(shape) != 4 or shape[1] != self.ctas or np.prod(shape) != window.view.size:
+            return False
+        pieces = shares.of_memory(self.layouts, shape, ty.layout[0])
+        return all(
+            share.size == self.ctas and {n for basis in share.bases for n, step in enumerate(basis) if step} == {dim}
+            for share, dim in ((self.share(window), len(window.view.shape) - 2), (pieces, 1))
+        )
 
     def name_memory(self, name: str | None, value: object) -> None:
         """Name an allocation by the variable (or aggregate field) that holds it."""

@@ -225,16 +225,19 @@ class Window:
 
 
 class Pieces:
-    """A swizzled tile [rows, columns] in memory order: blocks of columns, cut into pieces [n, fewer rows, block]."""
+    """A swizzled tile [rows, columns] in memory order: blocks of columns, cut into pieces [n, fewer rows, block]. Where
+    CTAs divide the rows, each cuts its own: [n, CTAs, fewer rows, block].
+    """
 
     def __init__(self, tile: np.ndarray, shape: tuple[int, ...]):
         self.tile, self.shape = tile, shape
         self.nbytes, self.__array_interface__ = tile.nbytes, tile.__array_interface__
 
     def __getitem__(self, piece: int) -> np.ndarray:
-        _, rows, width = self.shape
-        block, part = divmod(piece, self.tile.shape[0] // rows)
-        return self.tile[part * rows : (part + 1) * rows, block * width : (block + 1) * width]
+        *ctas, rows, width = self.shape[1:]
+        tile = self.tile.reshape(*ctas, -1, self.tile.shape[-1])
+        block, part = divmod(piece, tile.shape[-2] // rows)
+        return tile[..., part * rows : (part + 1) * rows, block * width : (block + 1) * width]
 
 
 class Reordered:

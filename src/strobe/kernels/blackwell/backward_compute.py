@@ -106,7 +106,7 @@ class AttentionMask:
 class ComputeState:
     """Pipeline states of the compute warps. `step` is that of every pipeline of one stage, except `dkv`."""
 
-    dkv: PipelineState  # advances with each work tile that queries see
+    dkv: PipelineState  # advances with each work tile that queries see; of a pair, with each one
     q: PipelineState
     do: PipelineState
     step: PipelineState
@@ -177,6 +177,9 @@ class ComputeWarps:
             self.store_gradients(work)
             state = state.behind_tile()
         else:
+            if traits.pair and traits.key_ranges:  # the load warp has acquired the memory of K and V
+                self.pipes.acquire_kv(state.dkv)
+                state = state.behind_tile()
             self.store_zeros(work)
         return state
 
@@ -278,14 +281,14 @@ class ComputeWarps:
     @gluon.jit
     def store_zeros(self, work):
         """Zero gradients of keys that no query sees. The load warp may be loading the next K and V. TMA therefore
-        stores the zeros from the memory of dS, which the previous work tile's products have read. A pair has one work
-        tile, and stores them from the memory of K and V, which are not loaded then.
+        stores the zeros from the memory of dS, which the previous work tile's products have read. A pair stores them
+        from the memory of K and V, which its load warp has acquired and not filled.
         """
         traits: gl.constexpr = self.traits
         ds = self.pipes.ds.tiles
         if traits.pair:
-            store_tile_of_zeros(rows_at(self.pipes.kv.v, 0).main)
-            store_tile_of_zeros(rows_at(self.pipes.kv.k, 0).main)
+            store_zero_parts(rows_at(self.pipes.kv.v, 0))
+            store_zero_parts(rows_at(self.pipes.kv.k, 0))
         else:
             ds.store(gl.full([ROWS, ROWS], 0.0, ds.dtype, gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])))
         fence_async_shared()
@@ -297,6 +300,8 @@ class ComputeWarps:
             store_parts(self.maps.dv, self.dv_rows(work), work.n_start, parts_over(ds, self.maps.dv), traits)
             store_parts(self.maps.dk, self.dk_rows(work), work.n_start, parts_over(ds, self.maps.dk), traits)
         tma_store_wait(0)
+        if traits.pair and traits.key_ranges:
+            self.pipes.release_kv()
 
     @gluon.jit
     def dv_rows(self, work):
@@ -322,6 +327,13 @@ def store_gradient(accumulator, tile, factor):
     store_columns(accumulator.main, tile.main, factor)
     if accumulator.tail is not None:
         store_columns(accumulator.tail, tile.tail, factor)
+
+
+@gluon.jit
+def store_zero_parts(tile):
+    store_tile_of_zeros(tile.main)
+    if tile.tail is not None:
+        store_tile_of_zeros(tile.tail)
 
 
 @gluon.jit

@@ -122,8 +122,12 @@ class TensorMemory:
     def dq(self, traits: gl.constexpr):
         """dQ [queries, D]"""
         if traits.pair:
-            dq = self.columns.slice(traits.columns.dq, traits.block_d // 2)
-            return ColumnParts(reinterpret(dq, gl.float32, [ROWS, traits.block_d], dq_layout(traits.block_d)), None)
+            main = pair_dq(self.columns, traits.columns.dq, traits.main_d)
+            if traits.tail_d:
+                tail = pair_dq(self.columns, traits.columns.dq + traits.main_d // 2, traits.tail_d)
+                return ColumnParts(main, tail)
+            else:
+                return ColumnParts(main, None)
         else:
             return self.parts(traits.columns.dq, traits.main_d, traits.tail_d)
 
@@ -214,6 +218,12 @@ def half_precision(columns, first: gl.constexpr, dtype: gl.constexpr):
     return whole.slice(2 * first, ROWS)
 
 
+@gluon.jit
+def pair_dq(columns, first: gl.constexpr, width: gl.constexpr):
+    """[ROWS, width] of a pair over the width / 2 columns of tensor memory from `first` on."""
+    return reinterpret(columns.slice(first, width // 2), gl.float32, [ROWS, width], dq_layout(width))
+
+
 @gluon.constexpr_function
 def compute_layout(dtype, columns=64, rows=128):
     """Registers of eight warps for [rows, columns] of tensor memory: a thread holds half of a row. A pair of CTAs has
@@ -240,3 +250,9 @@ def dq_layout(columns):
 def reduce_layout():
     """Registers of four warps for [ROWS, CHUNK] of tensor memory: a thread holds a row."""
     return tmem_reg_layout(gl.float32, (ROWS, CHUNK), tile_layout(CHUNK), 4)
+
+
+@gluon.constexpr_function
+def pair_reduce_layout(columns):
+    """Registers of four warps for a pair's dQ [ROWS, columns]: a thread holds half of a row."""
+    return tmem_reg_layout(gl.float32, (ROWS, columns), dq_layout(columns), 4)

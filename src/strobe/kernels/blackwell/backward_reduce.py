@@ -1,19 +1,16 @@
 """The Blackwell backward's reduce warps: they add dQ of each step to its float32 sum in global memory.
 
-A thread holds a row of dQ. In a sum ordered by rows the 32 lanes of a warp would add to 32 lines of memory at a time.
-So the sum of a tile is ordered [D / 4, rows, 4]: a lane adds 16 bytes, and a warp 512 adjacent bytes
-(red.global.add.v4.f32). `backward_preprocess.postprocess_kernel` reads that order.
+`backward_dq` has the order of the sum, `pair_backward_reduce` what is different in a pair of CTAs.
 
 Deterministic: work tiles add to a tile of dQ one by one (`backward_work`). A semaphore for each tile of dQ counts them.
-
-Documents: rows of other documents in a tile add nothing, because a key may hold NaN or inf, and 0 times these is NaN.
 """
 
 from ..device.dialect import Value, gl, gluon, partition_barrier, record
 from ..device.pipeline import PipelineState
-from ..device.zero_foreign_rows import is_own_row
-from .backward_memory import CHUNK, ROWS, Pipelines, reduce_layout
+from .backward_dq import add_rows, kept_rows
+from .backward_memory import CHUNK, ROWS, reduce_layout
 from .backward_work import ProgramInputs, WorkTile, of_role
+from .pair_backward_reduce import add_pair, meet_pair
 
 
 @record
@@ -23,7 +20,7 @@ class ReduceWarps:
     dq_sum: gl.tensor
     semaphores: Value  # deterministic: number of work tiles that have added to each tile of dQ; else None
     inputs: ProgramInputs
-    pipes: Pipelines
+    pipes: Value  # Pipelines, or PairPipelines
     launch: gl.tuple  # LaunchParams
     traits: gl.constexpr
 
@@ -55,21 +52,25 @@ class ReduceWarps:
     def add_step(self, work, queries, state):
         traits: gl.constexpr = self.traits
         pipes = self.pipes
-        kept = None
+        own = None
         if traits.mask.documents:
             own = work.rows.own(work.batch, work.seqlen.seqlen_q, self.inputs.ranges)
-            rows = queries.m_start + gl.arange(0, ROWS, gl.SliceLayout(1, reduce_layout()))
-            kept = is_own_row(rows, own)[:, None]
         sums = self.dq_sum + queries.index.to(gl.int64) * (ROWS * traits.block_d)
-        dq = pipes.tensor.dq(traits)
         if traits.deterministic:
             self.dq_semaphore_acquire(work, queries)
-        pipes.dq.consumer_wait(state)
-        for c in gl.static_range(traits.main_d // CHUNK):
-            add_columns(dq.main, sums, c * CHUNK, 0, kept)
-        for c in gl.static_range(traits.tail_d // CHUNK):
-            add_columns(dq.tail, sums, c * CHUNK, traits.main_d, kept)
-        pipes.dq.consumer_release(state)
+        if traits.pair:
+            add_pair(pipes, sums, queries.m_start, own, state, traits)
+        else:
+            kept = None
+            if traits.mask.documents:
+                kept = kept_rows(queries.m_start, own, reduce_layout())
+            pipes.dq.consumer_wait(state)
+            dq = pipes.tensor.dq(traits)
+            for c in gl.static_range(traits.main_d // CHUNK):
+                add_columns(dq.main, sums, c * CHUNK, 0, kept)
+            for c in gl.static_range(traits.tail_d // CHUNK):
+                add_columns(dq.tail, sums, c * CHUNK, traits.main_d, kept)
+            pipes.dq.consumer_release(state)
         if traits.deterministic:
             self.dq_semaphore_release(queries)
 
@@ -90,18 +91,18 @@ class ReduceWarps:
 
     @gluon.jit
     def dq_semaphore_release(self, queries):
-        partition_barrier()  # all threads have added before one counts
+        if self.traits.pair:
+            meet_pair()
+        else:
+            partition_barrier()  # all threads have added before one counts
         gl.atomic_add(self.semaphores + queries.index, 1, sem="release")
 
 
 @gluon.jit
 def add_columns(dq_tile, sums, start: gl.constexpr, offset: gl.constexpr, kept):
     """sums += dQ of CHUNK columns of a part that begins at column `offset`; sums points at the tile's sum."""
-    layout: gl.constexpr = reduce_layout()
-    dq = dq_tile.slice(start, CHUNK).load(layout)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-    column = offset + start + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))[None, :]
-    gl.atomic_add(sums + (column // 4 * (4 * ROWS) + row * 4 + column % 4), dq, mask=kept, sem="relaxed")
+    dq = dq_tile.slice(start, CHUNK).load(reduce_layout())
+    add_rows(sums, dq, offset + start, kept)
 
 
 @gluon.jit

@@ -104,7 +104,7 @@ class BackwardTraits(Constants, TileConstants):
     @property
     def columns(self) -> TensorColumns:
         """First columns. Serial: dP overlaps the half of S that P does not overlap, and dQ overlaps P and dP. Pair: dQ
-        has half as many columns and overlaps the half of S that P does not overlap.
+        has half as many columns and overlaps the half of S that P does not overlap; serial: dP and dS.
         """
         if self.serial:
             return TensorColumns(
@@ -112,18 +112,19 @@ class BackwardTraits(Constants, TileConstants):
                 dv=0,
                 dp=TENSOR_COLUMNS - ROWS,
                 dk=self.block_dv,
-                dq=TENSOR_COLUMNS - self.block_d,
+                dq=TENSOR_COLUMNS - (self.block_d // 2 if self.pair else self.block_d),
             )
         return TensorColumns(s=0, dv=ROWS, dp=2 * ROWS, dk=3 * ROWS, dq=ROWS // 2 if self.pair else 2 * ROWS)
 
     def shared_bytes(self) -> int:
         """K, V, dS, the stages of Q and dO in 2 bytes each, their LSE and delta in 4, and barriers. Pair: of one CTA,
-        which has half of K's columns, Q's and dO's rows and columns besides.
+        which has half of K's columns, Q's and dO's rows and columns besides. Serial: Q's rows and columns share memory.
         """
         t = self.tuning
         if self.pair:
-            columns = 3 * self.block_d + 2 * self.block_dv + ROWS
-            return 2 * ROWS * columns + 4 * ROWS * (t.q_stages + t.do_stages) + 8 * PAIR_BARRIERS
+            barriers = PAIR_BARRIERS + self.key_ranges + self.mask.documents
+            columns = 3 * self.block_d - self.serial * self.block_d // 2 + 2 * self.block_dv + ROWS
+            return 2 * ROWS * columns + 4 * ROWS * (t.q_stages + t.do_stages) + 8 * barriers
         columns = (1 + t.q_stages) * self.block_d + (1 + t.do_stages) * self.block_dv + ROWS
         barriers = 1 + 2 * t.q_stages + 2 * t.do_stages + 7
         barriers += self.key_ranges + self.mask.documents * t.q_stages

@@ -149,6 +149,7 @@ BACKWARD_TILE_CONFIGS = {
     (192, 128): BackwardTileConfig(q_stages=1),
 }
 PAIR_TILE_CONFIG = BackwardTileConfig(q_stages=2, do_stages=2)  # stages of LSE and of delta: tiles have one
+PAIR_WIDTHS = (128, 128), (192, 128)
 # with dq added in order, because semaphores take registers of reduce: it spilled 16 bytes before, 0 now
 ORDERED_REGISTERS = 176, 40
 
@@ -257,8 +258,9 @@ class BlackwellBackwardPair(BlackwellBackward):
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
         traits = super().config(problem, target).traits
-        even = fills_tiles(problem, 2 * ROWS)
-        return BackwardConfig(replace(traits, tuning=PAIR_TILE_CONFIG, even=even, pair=True))
+        even = not has_spans(problem.mask) and fills_tiles(problem, 2 * ROWS)
+        tuning = replace(PAIR_TILE_CONFIG, registers=traits.tuning.registers)
+        return BackwardConfig(replace(traits, tuning=tuning, even=even, pair=True))
 
 
 def _against_pair(problem: Problem) -> str | None:
@@ -266,14 +268,11 @@ def _against_pair(problem: Problem) -> str | None:
     version = import_module("triton").__version__
     if tuple(map(int, version.split(".")[:2])) < (3, 9):
         return f"a pair of CTAs needs Triton 3.9; this is {version}"
-    if backward_tiled(problem) != (128, 128):
+    if backward_tiled(problem) not in PAIR_WIDTHS:
         return (
-            f"a pair of CTAs has tiles for head dimensions 97 to 128; this is {problem.head_dim}/{problem.head_dim_v}"
+            "a pair of CTAs has tiles for head dimensions 97 to 128, or 192 with values of at most 128; this is "
+            f"{problem.head_dim}/{problem.head_dim_v}"
         )
-    if has_spans(problem.mask):
-        return "no prefixes, key lengths or documents with a pair of CTAs"
-    if _ordered(problem):
-        return "no deterministic gradients with a pair of CTAs"
     if isinstance(problem.layout, Dense) and problem.layout.seqlen_k <= ROWS:
         return f"one CTA holds all {problem.layout.seqlen_k} keys"
     return None

@@ -223,21 +223,32 @@ def descriptors(views: Views, traits: Any) -> tuple[TensorDescriptor | None, ...
     return (*main[:4], row_descriptor(views.stats, m), *main[4:], *tail)
 
 
-def pair_descriptors(views: Views, traits: Any) -> tuple[TensorDescriptor, ...]:
-    """As `backward_pair_kernel` takes them. A pair's CTAs divide the rows of a tile, or its columns."""
-    m, n, d, dv = traits.block_m, traits.block_n, traits.block_d, traits.block_dv
+def pair_descriptors(views: Views, traits: Any) -> tuple[TensorDescriptor | None, ...]:
+    """As `backward_pair_kernel` takes them: tiles of the main columns, then of the tail columns or None. A pair's CTAs
+    divide the rows of a tile, or its columns.
+    """
+    m, n, dv = traits.block_m, traits.block_n, traits.block_dv
     by_rows, by_columns = -2, -1
+    tiles = (
+        (views.q, m, by_rows),
+        (views.q, m, by_columns),
+        (views.k, n, by_rows),
+        (views.k, n, by_columns),
+        (views.dk, n, by_rows),
+    )
+    main = [divided(descriptor(tensor, rows, traits.main_d), split) for tensor, rows, split in tiles]
+    tail: list[TensorDescriptor | None] = [None] * len(tiles)
+    if traits.tail_d:
+        tail = [divided(descriptor(tensor, rows, traits.tail_d), split) for tensor, rows, split in tiles]
     return (
-        divided(descriptor(views.q, m, d), by_rows),
-        divided(descriptor(views.q, m, d), by_columns),
-        divided(descriptor(views.k, n, d), by_rows),
-        divided(descriptor(views.k, n, d), by_columns),
+        *main[:4],
         divided(descriptor(views.v, n, dv), by_rows),
         divided(descriptor(views.dout, m, dv), by_rows),
         divided(descriptor(views.dout, m, dv), by_columns),
         divided(row_descriptor(views.stats, m), None),
-        divided(descriptor(views.dk, n, d), by_rows),
+        main[4],
         divided(descriptor(views.dv, n, dv), by_rows),
+        *tail,
     )
 
 

@@ -12,10 +12,11 @@ shared memory. A tile of dQ is a sum over 256 keys, so it is added to global mem
     dQ = dS K         A: dS of half of the      B: half of K's columns,      [half of the queries, D]
                          queries, all 256 keys     all 256 keys
 
-preprocess_kernel, postprocess_kernel, the compute role, the schedule and the masks are those of `backward`.
+preprocess_kernel, postprocess_kernel, the compute role, the schedule of programs, the masks, the key ranges and the
+order of deterministic adds are those of `backward`.
 
 Roles, in each CTA
-    reduce     4 warps   adds dQ of half of the queries to its float32 sum (pair_backward_reduce)
+    reduce     4 warps   adds dQ of half of the queries to its float32 sum (backward_reduce, pair_backward_reduce)
     compute    8 warps   P^T from S^T, dS^T from dP^T, and sends dS to both CTAs; at the end writes dV and dK
     mma        1 warp    that of the first CTA issues the five products for both (pair_backward_mma)
     load       1 warp    loads its CTA's parts by TMA (pair_backward_load)
@@ -32,6 +33,11 @@ Schedule of the MMA warp; step t is tile of queries t of a work tile
     prologue     S(0)  dP(0)  dV(0)
     mainloop     S(t)  dK(t-1)  dP(t)  dQ(t-1)  dV(t)
     epilogue     dK  dQ of the last step
+
+192/128 would need 576 columns. The products of a step run in series (`serial`), and Q's rows and columns share memory:
+    dV | dK | S^T, P^T over its first half | dP^T over S^T's second half and 64 columns more, dS^T over its first half
+              dQ over the last 96 columns, in two parts
+    S(t)  dP(t)  dV(t)  dK(t)  dQ(t)
 
 Barriers             in      arrivals                          complete when
     kv_full          first   1 of each CTA and bytes, load     K, V and K's columns have landed in both CTAs
@@ -55,6 +61,11 @@ Barriers             in      arrivals                          complete when
     dq_full          each    1, commit of mma                  dQ is there
     dq_empty         first   1 of each CTA, reduce             dQ has been read in both
     dkv_full         each    1, commit of mma                  dV and dK are complete
+With key ranges
+    kv_empty         each    1, compute                        TMA has stored dV and dK, or zeros, from K and V's memory
+    dkv_full         each    1, load                           no query sees the work tile, so K and V are not loaded
+With documents
+    rows_landed      each    1 and bytes, load                 a part of a tile with rows of other documents has landed
 
 A barrier in the first CTA gets the arrivals of both, and only the first CTA waits for it. A barrier in each CTA gets
 arrivals of its own roles; a commit completes it in both CTAs.
@@ -62,7 +73,9 @@ arrivals of its own roles; a commit completes it in both CTAs.
 Products of one warp run in order. So S(t) may be written over P(t-1) once dV(t-1) has been issued, and dP(t) over
 dS(t-1) once dK(t-1) has been issued. S(t) is also written over dQ(t-2), which reduce has read by then (dq_empty). dQ(t)
 is written over half of S(t+1), which compute has read by then (p_full). With one CTA, dP waits until dQ has been read.
-Here it does not.
+Here it does not. In series, S(t) is written over dQ(t-1), so it waits for dq_empty; dP(t) is written over half of S(t),
+so it waits for p_full. Q's columns are loaded when S has read the rows (q_rows_empty), the next step's rows when dK has
+read the columns (q_columns_empty).
 
 Compute and relay both wait for exchange_empty of the step before, although the peer's bytes could not land earlier.
 Thereby each arrival is ordered after the previous phase by barriers, and not only by data under way.
@@ -75,16 +88,17 @@ from ..device.dialect import gl, gluon
 from ..device.tma import ColumnParts
 from .backward_compute import compute
 from .backward_memory import OutputMaps
+from .backward_reduce import reduce
 from .backward_work import ProgramInputs
 from .pair_backward_load import load, relay
 from .pair_backward_memory import PairInputMaps, PairPipelines
 from .pair_backward_mma import mma
-from .pair_backward_reduce import reduce
 
 
 @gluon.jit
 def backward_pair_kernel(
     q_desc, q_columns_desc, k_desc, k_columns_desc, v_desc, do_desc, do_columns_desc, stats_desc, dk_desc, dv_desc,
+    q_tail_desc, q_columns_tail_desc, k_tail_desc, k_columns_tail_desc, dk_tail_desc,
     pointers, launch_params, traits: gl.constexpr,
 ):  # fmt: skip
     """TMA descriptors as `launch_backward.pair_descriptors` makes them. stats: LSE of all rows, then -delta. pointers:
@@ -93,22 +107,25 @@ def backward_pair_kernel(
     REGISTERS_COMPUTE: gl.constexpr = traits.registers_compute
     REGISTERS_ONE_WARP: gl.constexpr = traits.registers_one_warp
     maps = PairInputMaps(
-        ColumnParts(k_desc, None),
+        ColumnParts(k_desc, k_tail_desc),
         ColumnParts(v_desc, None),
-        ColumnParts(k_columns_desc, None),
-        ColumnParts(q_desc, None),
-        ColumnParts(q_columns_desc, None),
+        ColumnParts(k_columns_desc, k_columns_tail_desc),
+        ColumnParts(q_desc, q_tail_desc),
+        ColumnParts(q_columns_desc, q_columns_tail_desc),
         ColumnParts(do_desc, None),
         ColumnParts(do_columns_desc, None),
         stats_desc,
     )
-    out_maps = OutputMaps(ColumnParts(dk_desc, None), ColumnParts(dv_desc, None))
+    out_maps = OutputMaps(ColumnParts(dk_desc, dk_tail_desc), ColumnParts(dv_desc, None))
     launch = launch_params  # an assignment makes values of constants, which partitions can capture
-    inputs = ProgramInputs(None, pointers.cu_seqlens_q, pointers.cu_seqlens_k, None)
+    program = None
+    if traits.deterministic:
+        program = gl.atomic_add(pointers.tile_counter, 1, sem="relaxed")
+    inputs = ProgramInputs(program, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.ranges)
     pipes = PairPipelines.create(maps, traits)
     gl.warp_specialize(
         [
-            (reduce, (pointers.dq_sum, inputs, pipes, launch, traits)),
+            (reduce, (pointers.dq_sum, pointers.dq_semaphores, inputs, pipes, launch, traits)),
             (compute, (out_maps, inputs, pipes, launch, traits)),
             (mma, (inputs, pipes, launch, traits)),
             (load, (maps, inputs, pipes, launch, traits)),

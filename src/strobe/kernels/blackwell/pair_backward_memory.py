@@ -11,12 +11,12 @@ from ..device.dialect import (
     pair_barriers,
     pair_tile_layout,
     record,
+    reinterpret,
     store_cluster,
-    tma_load,
 )
 from ..device.pipeline import Pipeline
 from ..device.tma import ColumnParts, allocate_tiles
-from .backward_memory import ROWS, TENSOR_COLUMNS, TensorMemory, load_parts
+from .backward_memory import ROWS, TENSOR_COLUMNS, TensorMemory
 
 BYTES: gl.constexpr = gl.constexpr(2 * 256 * 64)  # of dS that a CTA gets: all 256 keys, 64 queries, 16 bits
 
@@ -51,12 +51,6 @@ class StatsPipeline:
         return StatsPipeline(gl.allocate_shared_memory(gl.float32, [2, ROWS], desc.layout), pair_barriers(2, 1, False))
 
     @gluon.jit
-    def producer_load(self, state, desc, stat):
-        full = self.full.index(state.index)
-        mbarrier.expect(full, 4 * ROWS)
-        tma_load(desc, [stat], full, self.stats.index(state.index))
-
-    @gluon.jit
     def consumer_wait(self, state):
         mbarrier.wait(self.full.index(state.index), state.phase)
 
@@ -67,12 +61,13 @@ class StatsPipeline:
 
 @record
 class PairKeyTile:
-    """K and V of the pair's keys. At the end TMA stores dK and dV from the same memory."""
+    """K and V of the pair's keys. At the end TMA stores dK and dV, or zeros, from the same memory."""
 
     k: ColumnParts
     v: ColumnParts
     columns: ColumnParts  # K of all 256 keys, half of the columns in each CTA
     full: Value
+    empty: Value  # key ranges: the previous work tile's gradients are stored; else None
 
 
 @record
@@ -97,6 +92,7 @@ class PairPipelines:
     landed: Value  # dS of both CTAs has landed in this CTA
     dq: Pipeline
     dkv: Pipeline  # dV and dK, at the end
+    rows_landed: Value  # documents: barriers that only the load warp uses (`pair_backward_load`); else None
 
     @gluon.jit
     def create(maps, traits: gl.constexpr):
@@ -107,19 +103,30 @@ class PairPipelines:
             [traits.block_n, ROWS], dtype, cga_layout=[[0, 1]]
         )
         ds = gl.allocate_shared_memory(dtype, [1, traits.block_n, ROWS], ds_layout)
+        kv_empty, rows_landed = None, None
+        if traits.key_ranges:
+            kv_empty = pair_barriers(1, 1, False)
+        if traits.mask.documents:
+            rows_landed = pair_barriers(1, 1, False)
         kv = PairKeyTile(
             allocate_tiles(1, maps.k),
             allocate_tiles(1, maps.v),
             allocate_tiles(1, maps.k_columns),
             pair_barriers(1, 1, True),
+            kv_empty,
         )
+        q_rows = allocate_tiles(1, maps.q)
+        if traits.serial:
+            q_columns = tiles_over(q_rows, maps.q_columns)
+        else:
+            q_columns = allocate_tiles(1, maps.q_columns)
         return PairPipelines(
             TensorMemory(columns, dtype),
             kv,
             StatsPipeline.create(maps.stats),
             StatsPipeline.create(maps.stats),
-            of_products(allocate_tiles(1, maps.q)),
-            of_products(allocate_tiles(1, maps.q_columns)),
+            of_products(q_rows),
+            of_products(q_columns),
             of_products(allocate_tiles(1, maps.do)),
             of_products(allocate_tiles(1, maps.do_columns)),
             by_products(),
@@ -130,12 +137,23 @@ class PairPipelines:
             pair_barriers(1, 1, False),
             Pipeline(None, pair_barriers(1, 1, False), pair_barriers(1, 1, True), False),
             by_products(),
+            rows_landed,
         )
 
     @gluon.jit
     def acquire_exchange(self, state):
         """Wait until dQ of the step before has read dS in both CTAs."""
         self.exchange.producer_acquire(state)
+
+    @gluon.jit
+    def acquire_kv(self, state):
+        """Key ranges, a work tile that no query sees: wait until the load warp has acquired the memory of K and V."""
+        self.dkv.consumer_wait(state)
+
+    @gluon.jit
+    def release_kv(self):
+        """Key ranges: TMA has stored gradients, or zeros, from the memory of K and V."""
+        mbarrier.arrive(self.kv.empty.index(0))
 
     @gluon.jit
     def send(self, first, second):
@@ -166,9 +184,14 @@ def by_products():
 
 
 @gluon.jit
-def load_tile(pipe, state, desc, rows, row, traits: gl.constexpr):
-    """Load a tile of which each CTA gets its part."""
-    pipe.producer_acquire(state)
-    full = pipe.full.index(0)
-    mbarrier.expect(full, desc.main.block_type.nbytes // 2)
-    load_parts(desc, rows, row, full, pipe.tiles.index(0), traits)
+def tiles_over(tiles, desc):
+    """The memory of a buffer as one of a descriptor's tiles; both ColumnParts."""
+    if desc.tail is None:
+        return ColumnParts(tile_over(tiles.main, desc.main), None)
+    else:
+        return ColumnParts(tile_over(tiles.main, desc.main), tile_over(tiles.tail, desc.tail))
+
+
+@gluon.jit
+def tile_over(memory, desc):
+    return reinterpret(memory, desc.dtype, [1] + desc.block_shape, desc.layout)  # noqa: RUF005 (Triton has no *)

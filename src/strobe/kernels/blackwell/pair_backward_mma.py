@@ -4,6 +4,8 @@ the second CTA products, commits and waits for barriers of both do nothing, so t
     prologue     S(0)  dP(0)  dV(0)
     mainloop     S(t)  dK(t-1)  dP(t)  dQ(t-1)  dV(t)
     epilogue     dK  dQ of the last step
+
+    serial       S(t)  dP(t)  dV(t)  dK(t)  dQ(t)      where tensor memory does not hold S, dP and the gradients at once
 """
 
 from ..device.dialect import gl, gluon, mbarrier, record, tcgen05_commit
@@ -14,8 +16,16 @@ from .pair_backward_memory import PairPipelines
 
 
 @record
+class PairMmaState:
+    """Pipeline states of the MMA warp. All pipelines have one stage."""
+
+    kv: PipelineState  # advances with each work tile that queries see
+    step: PipelineState  # of every other pipeline
+
+
+@record
 class PairMmaWarp:
-    """Pipelines of the MMA warp. All of those that it uses have one stage."""
+    """Pipelines of the MMA warp."""
 
     pipes: PairPipelines
     traits: gl.constexpr
@@ -23,16 +33,38 @@ class PairMmaWarp:
     @gluon.jit
     def run(self, inputs, launch):
         traits: gl.constexpr = self.traits
-        steps = WorkTile.of_program(None, inputs, launch, traits).num_steps(traits)
-        if steps > 0:
-            mbarrier.wait(self.pipes.kv.full.index(0), 0)
-            self.mainloop(steps)
-            tcgen05_commit(self.pipes.dkv.full.index(0))
+        state = PairMmaState(PipelineState.start(1), PipelineState.start(1))
+        if traits.key_ranges:
+            row = gl.to_tensor(0)
+            while row >= 0:
+                work = WorkTile.of_program(row, inputs, launch, traits)
+                steps = work.num_steps(traits)
+                if work.is_valid & (steps > 0):
+                    state = self.process_tile(steps, state)
+                row = work.next_row
+        else:
+            steps = WorkTile.of_program(None, inputs, launch, traits).num_steps(traits)
+            if steps > 0:
+                self.process_tile(steps, state)
 
     @gluon.jit
-    def mainloop(self, steps):
-        pipes, state = self.pipes, PipelineState.start(1)
+    def process_tile(self, steps, state):
+        """The products of a work tile that queries see. Returns the state after the work tile."""
+        mbarrier.wait(self.pipes.kv.full.index(0), state.kv.phase)
+        step_state = state.step
+        if self.traits.serial:
+            step_state = self.serial_mainloop(steps, step_state)
+        else:
+            step_state = self.mainloop(steps, step_state)
+        tcgen05_commit(self.pipes.dkv.full.index(0))
+        return PairMmaState(state.kv.advance(), step_state)
+
+    @gluon.jit
+    def mainloop(self, steps, state):
+        pipes = self.pipes
         # prologue
+        if self.traits.key_ranges:  # S is written over dQ of the previous work tile
+            pipes.dq.producer_acquire(state)
         self.s_product(state)
         self.dp_product(state)
         pipes.p.consumer_wait(state)
@@ -52,6 +84,21 @@ class PairMmaWarp:
         self.dk_product(state, steps > 1)
         pipes.dq.producer_acquire(state)
         self.dq_product(state)
+        return state.advance()
+
+    @gluon.jit
+    def serial_mainloop(self, steps, state):
+        pipes = self.pipes
+        for step in range(steps):
+            pipes.dq.producer_acquire(state)  # S is written over dQ of the step before
+            self.s_product(state)
+            pipes.p.consumer_wait(state)  # dP is written over S
+            self.dp_product(state)
+            self.dv_product(state, step > 0)
+            self.dk_product(state, step > 0)
+            self.dq_product(state)
+            state = state.advance()
+        return state
 
     @gluon.jit
     def s_product(self, state):

@@ -1,35 +1,39 @@
-"""The reduce warps of the Blackwell backward with a pair of CTAs: each CTA adds dQ of its half of a tile's queries, a
-sum over the pair's 256 keys. So a tile of dQ gets half as many adds as with one CTA.
+"""The reduce warps of the Blackwell backward with a pair of CTAs: what `backward_reduce` does with dQ of a step.
 
-A thread holds half of the columns of a row. It reads them at once and releases dQ before it adds, because S of the step
-after the next waits for that. The sum is ordered as in `backward_reduce`.
+Each CTA adds dQ of its half of a tile's queries, a sum over the pair's 256 keys. So a tile of dQ gets half as many adds
+as with one CTA.
 """
 
-from ..device.dialect import gl, gluon, tmem_reg_layout
-from ..device.pipeline import PipelineState
-from .backward_memory import ROWS, dq_layout
-from .backward_work import WorkTile, of_role
+from ..device.dialect import gl, gluon, partition_barrier
+from .backward_dq import add_rows, kept_rows
+from .backward_memory import pair_reduce_layout
 
 
 @gluon.jit
-def reduce(dq_sum, inputs, pipes, launch, traits: gl.constexpr):
-    launch = of_role(launch)
-    work = WorkTile.of_program(None, inputs, launch, traits)
-    state = PipelineState.start(1)
-    layout: gl.constexpr = reduce_layout(traits.block_d)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, traits.block_d, gl.SliceLayout(0, layout))[None, :]
-    for step in range(work.num_steps(traits)):
-        queries = work.query_tile(step, launch.shape, traits)
-        sums = dq_sum + queries.index.to(gl.int64) * (ROWS * traits.block_d)
-        pipes.dq.consumer_wait(state)
-        dq = pipes.tensor.dq(traits).main.load(layout)
-        pipes.dq.consumer_release(state)
-        gl.atomic_add(sums + (column // 4 * (4 * ROWS) + row * 4 + column % 4), dq, sem="relaxed")
-        state = state.advance()
+def add_pair(pipes, sums, m_start, own, state, traits: gl.constexpr):
+    """Add dQ of a step. A thread holds half of the columns of a row. It reads them and releases dQ before it adds,
+    because S waits for that.
+    """
+    pipes.dq.consumer_wait(state)
+    dq = pipes.tensor.dq(traits)
+    columns = dq.main.load(pair_reduce_layout(traits.main_d))
+    if traits.tail_d:  # registers do not hold both parts
+        add_kept_rows(sums, columns, 0, m_start, own, traits)
+        columns = dq.tail.load(pair_reduce_layout(traits.tail_d))
+    pipes.dq.consumer_release(state)
+    add_kept_rows(sums, columns, traits.main_d if traits.tail_d else 0, m_start, own, traits)
 
 
-@gluon.constexpr_function
-def reduce_layout(columns):
-    """Registers of four warps for a pair's dQ [ROWS, columns]."""
-    return tmem_reg_layout(gl.float32, (ROWS, columns), dq_layout(columns), 4)
+@gluon.jit
+def add_kept_rows(sums, dq, offset: gl.constexpr, m_start, own, traits: gl.constexpr):
+    """`add_rows`; with documents, of the document's own rows."""
+    kept = None
+    if traits.mask.documents:
+        kept = kept_rows(m_start, own, dq.type.layout)
+    add_rows(sums, dq, offset, kept)
+
+
+@gluon.jit
+def meet_pair():
+    """All reduce warps of both CTAs meet: all have added before one counts."""
+    partition_barrier(cluster=True)
