@@ -202,10 +202,10 @@ def _of_heads(trees: list, held: Captured) -> Functions:
 DRAWN = st.lists(st.binary(min_size=12, max_size=40), min_size=TREES, max_size=TREES)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=50, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 @given(DRAWN)
 def test_random_functions(drawn):
-    """2,000 pairs of a score and a mask."""
+    """1,000 pairs of a score and a mask."""
     _compare([decoded(data) for data in drawn])
 
 
@@ -234,14 +234,14 @@ def test_more_random_functions(part, request):
 
 
 def test_trees_cover_every_operation():
-    """Of the 2,000 of each commit: a name that is never drawn would be tested by none."""
+    """Of the 1,000 of each commit: a name that is never drawn would be tested by none."""
     names: set = set()
 
     def walk(tree) -> None:
         for part in tree if isinstance(tree, tuple) else (tree,):
             walk(part) if isinstance(part, tuple) else names.add(part)
 
-    @settings(max_examples=100, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+    @settings(max_examples=50, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
     @given(DRAWN)
     def drawn_trees(drawn):
         for data in drawn:
