@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import signal
 import tempfile
 import time
@@ -293,6 +294,7 @@ class Runner:
     def _workers(self) -> Executor:
         if self.jobs == 1:
             return _Inline()
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy reads it when a worker imports it
         return ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"), initializer=_alone)
 
     def _drain(self, pool: Executor, folder: str, chosen: Sequence[tuple[Suite, Any]]) -> None:
