@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import strobe
 from strobe.kernels.device.mask_blocks import while_kept
 from strobe.kernels.runtime.launch_cache import CACHE
-from strobe.ops import builtin_masks
+from strobe.ops import builtin_masks, repeated
 from strobe.ops import mods as ops_mods
 from strobe.problem.call import Call
 from strobe.problem.mods import Mods, ModTexts
@@ -226,3 +226,36 @@ def test_functions_that_are_not_simple_are_read_in_full():
     changed = strobe.attention(q, k, v, score_mod=score)
     exact = dense(q.double(), k.double(), v.double(), Functions(score))[0]
     assert torch.equal(*outs) and (changed - exact).abs().max() < 1e-5 and not torch.equal(changed, outs[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [*KINDS, "learned"])
+def test_a_repeated_step_on_a_gpu_gives_what_a_first_one_gives(kind, monkeypatch):
+    """Gradients, too, by a replayed launch from the third step on."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    shape = (1, 200, 2, 64)
+    inputs = [torch.randn(shape, device="cuda", generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    tensors = [OF_SCORES.cuda(), (torch.arange(200, device="cuda") // 13).int()]
+    if kind == "learned":
+        tensors[0].requires_grad_()
+    arguments = KINDS.get(kind, KINDS["closure"])(tensors, 3)
+    leaves = [*inputs, *([tensors[0]] if kind == "learned" else [])]
+    computed, real = [], repeated._computed
+    monkeypatch.setattr(repeated, "_computed", lambda *given: (computed.append(1), real(*given))[1])
+
+    def step() -> list[torch.Tensor]:
+        out = strobe.attention(*inputs, **arguments)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+    with CACHE.emptied():
+        first = step()
+        for _ in range(6):
+            for found, expected in zip(step(), first, strict=True):
+                torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+        assert 1 <= len(computed) <= 3
+        with torch.no_grad():
+            inputs[0].mul_(0.5)
+        changed = step()
+    with CACHE.emptied():
+        for found, expected in zip(changed, step(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

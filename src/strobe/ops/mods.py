@@ -237,14 +237,14 @@ def _backward_of(
 
 def _zeros(call: Call, mods: Mods) -> list[Tensor | None]:
     wide = accumulator(call.q.dtype)
-    scattered = _scattered(mods.texts.gradient)
+    added = scattered(mods.texts.gradient)
     return [
-        torch.zeros(tensor.shape, dtype=wide, device=tensor.device) if n in scattered else None
+        torch.zeros(tensor.shape, dtype=wide, device=tensor.device) if n in added else None
         for n, tensor in enumerate(mods.score_tensors)
     ]
 
 
-def _scattered(gradient: str) -> tuple[int, ...]:
+def scattered(gradient: str) -> tuple[int, ...]:
     """The numbers of the captured tensors that a gradient's program adds to."""
     return tuple(scatter.tensor for scatter in Program.parse(gradient).scatters) if gradient else ()
 
@@ -262,8 +262,8 @@ def _fake_forward_out(out: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
 def _fake_backward(
     dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    scattered = _scattered(flat[1])
-    captured = [t.new_empty(t.shape if n in scattered else (0,)) for n, t in enumerate(flat[3])]
+    added = scattered(flat[1])
+    captured = [t.new_empty(t.shape if n in added else (0,)) for n, t in enumerate(flat[3])]
     dq, dk, dv, dsinks = fake.backward(dout, out, lse, dlse, *flat[COUNT:])
     return dq, dk, dv, dsinks, captured
 
@@ -439,8 +439,8 @@ def gradients_of(
     """
     run = _ModifiedTwiceRefused.apply if torch.is_grad_enabled() else _modified_gradients
     found = run(counts, constants, *given, *rest)
-    scattered = _scattered(constants[1])
-    return found[:4], [one if n in scattered else None for n, one in enumerate(found[4:])]
+    added = scattered(constants[1])
+    return found[:4], [one if n in added else None for n, one in enumerate(found[4:])]
 
 
 def _modified_gradients(

@@ -15,18 +15,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.runtime.launch_cache import CACHE, FUNCTIONS
+from ..kernels.runtime.launch_cache import CACHE, DIRECT, FUNCTIONS, addresses_of_mods, backward_addresses_of
+from ..kernels.runtime.workspace import empty_here, pieces
 from ..mods.captures import simple_values
 from ..mods.mask import MaskMod
 from ..mods.score import ScoreMod
 from ..problem import torch_private
-from ..problem.call import OPTIONAL_TENSORS, SCALARS, Call
+from ..problem.call import OPTIONAL_TENSORS, SCALARS, Call, accumulator
 from ..problem.mask import Mask
 from ..problem.mods import Mods, ModTexts
 from ..problem.problem import Problem
 from ..problem.torch_state import unseen_mode_active
+from ..selection.replay import launches_here
 from ..selection.select import Choice
-from . import attention, mods
+from . import attention, mods, ordered_gradients
 from .builtin_masks import simplified
 
 
@@ -85,6 +87,9 @@ class Entry(NamedTuple):
     numbers: tuple[tuple[float, ...], tuple[float, ...]]
     watched: tuple[tuple[int, weakref.ref[Tensor], int], ...]  # position, tensor and version that gave `optionals`
     stream: int  # on which `optionals` were computed
+    rest: tuple  # Call.parted's second part
+    scattered: tuple[int, ...]  # which of the score's tensors get gradients
+    is_ordered: bool  # ops.ordered_gradients computes these
 
     @staticmethod
     def of(call: Call, reading: Reading, choice: Choice[Problem]) -> Entry | None:
@@ -109,6 +114,9 @@ class Entry(NamedTuple):
             (modified.score_numbers, modified.mask_numbers),
             tuple((n, weakref.ref(tensor), tensor._version) for n, tensor in masks),
             _stream_of(call.q),
+            call.parted[1],
+            mods.scattered(modified.texts.gradient),
+            choice.backward is not None and ordered_gradients.are_apart(choice, modified),
         )
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor]) -> Call | None:
@@ -194,22 +202,65 @@ class _Repeated(torch.autograd.Function):
 def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     entry, given, count = ctx.plan
     out, lse, *saved = ctx.saved_tensors
-    tensors, optionals = saved[:count], iter(saved[count:])
-    q, k, v, *captured = tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    fields: tuple = (q, k, v, *entry.scalars, *[next(optionals) if one else None for one in given], *entry.longest)
-    gradients: list[Tensor | None] = [None] * (2 + count)
+    (q, k, v, *captured), rest = saved[:count], iter(saved[count:])
+    optionals = [next(rest) if one else None for one in given]
+    results = out, lse, torch.zeros_like(out) if dout is None else dout
+    found = _replayed(entry, (q, k, v), captured, optionals, results)
+    if found is None:
+        found = _computed(entry, (q, k, v), captured, optionals, results)
+    of_inputs, of_captured = found
+    gradients: list[Tensor | None] = [None, None, *of_inputs, *[None] * len(captured)]
+    for n, gradient in zip(entry.score_at, of_captured):
+        gradients[5 + n] = gradient
+    return tuple(gradients)
+
+
+_Found = tuple[Sequence["Tensor | None"], Sequence["Tensor | None"]]  # gradients of q, k, v, and of the score's tensors
+
+
+def _computed(
+    entry: Entry, inputs: tuple, captured: Sequence[Tensor], optionals: Sequence[Tensor | None], results: tuple
+) -> _Found:
+    out, lse, dout = results
+    fields: tuple = (*inputs, *entry.scalars, *optionals, *entry.longest)
     if entry.texts is None:
-        gradients[2:5] = attention.gradients_of(Call(*fields), (dout, out, lse))
-        return tuple(gradients)
-    score_tensors = [captured[n] for n in entry.score_at]
-    read = (*score_tensors, *[captured[n] for n in entry.mask_at])
+        return attention.gradients_of(Call(*fields), (dout, out, lse)), ()
+    read = [captured[n] for n in (*entry.score_at, *entry.mask_at)]
     counts, constants = (len(entry.score_at), len(entry.mask_at)), (*entry.texts, *entry.numbers, 0.0)
     found, of_captured = mods.gradients_of(counts, constants, (dout, out, lse, None), (*read, None, *fields))
-    gradients[2:5] = found[:3]
-    for n, one in zip(entry.score_at, of_captured):
-        gradients[5 + n] = one
-    return tuple(gradients)
+    return found[:3], of_captured
+
+
+def _replayed(
+    entry: Entry, inputs: tuple, captured: Sequence[Tensor], optionals: Sequence[Tensor | None], results: tuple
+) -> _Found | None:
+    """`_computed` by a launch that has run at these addresses; None without one. As `selection.replay_backward`."""
+    if torch.is_grad_enabled() or entry.is_ordered or unseen_mode_active(traced=False):
+        return None
+    out, lse, dout = results
+    score_tensors = tuple([captured[n] for n in entry.score_at])
+    mask_tensors = tuple([captured[n] for n in entry.mask_at])
+    given = [one for one in optionals if one is not None]
+    choice = CACHE.lookup(DIRECT, (*inputs, *given, *score_tensors, *mask_tensors, dout, out, lse), entry.rest)
+    launches = None if choice is None else launches_here(choice.backward, inputs[0])
+    if choice is None or not launches or not lse.is_contiguous():
+        return None
+    gradients = [empty_here(*kind) for kind in choice.problem.gradients]
+    held = pieces(choice.backward, choice.problem.lse_bytes)  # delta follows the workspace in the same allocation
+    wide = accumulator(out.dtype)
+    sums = tuple(
+        [
+            torch.zeros(tensor.shape, dtype=wide, device=tensor.device) if n in entry.scattered else None
+            for n, tensor in enumerate(score_tensors)
+        ]
+    )
+    modified = entry.texts and Mods(entry.texts, score_tensors, mask_tensors, *entry.numbers, gradients=sums)
+    tensors = (*inputs, dout, out, lse, None, *gradients, *held, *(optionals if modified or given else ()))
+    addresses = backward_addresses_of(tensors, held[0].data_ptr() + choice.backward.room, dout, out)
+    launch = launches.get((*addresses, *addresses_of_mods(modified)))
+    if launch is None or not launch():
+        return None
+    return gradients, [None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, score_tensors)]
 
 
 _apply = torch_private.direct_apply(_Repeated)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...problem.call import Call
 from ...problem.decode import DecodeCall
+from ...problem.mods import Mods
 from ...problem.paged import PagedCall
 from ...problem.problem import ALIGNMENT
 from ...problem.torch_private import PythonGuards, TensorGuards
@@ -203,7 +204,7 @@ def forward_addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
     held = (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr(), lse.data_ptr())
     if call.plain:
         return held
-    return *held, *[0 if t is None else t.data_ptr() for t in call.optionals], *_of_mods(call)
+    return *held, *[0 if t is None else t.data_ptr() for t in call.optionals], *addresses_of_mods(call.mods)
 
 
 def decode_addresses(call: DecodeCall | PagedCall, *written: int) -> tuple:
@@ -222,14 +223,13 @@ def decode_addresses(call: DecodeCall | PagedCall, *written: int) -> tuple:
 def backward_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tuple:
     """The key of a backward's launch among those of its plan. dout and out may have any strides, so they are in it."""
     held = (*call[:3], *t[:-1], *scratch, *(() if call.plain else call.optionals))
-    return *backward_addresses_of(held, t.delta.data_ptr(), t.dout, t.out), *_of_mods(call)
+    return *backward_addresses_of(held, t.delta.data_ptr(), t.dout, t.out), *addresses_of_mods(call.mods)
 
 
-def _of_mods(call: Call) -> tuple:
+def addresses_of_mods(mods: Mods | None) -> tuple:
     """Addresses of captured tensors, values of captured numbers, and versions of the tensors that a mask captures,
     because lists of blocks are computed from them.
     """
-    mods = call.mods
     if mods is None:
         return ()
     numbers = *mods.score_numbers, *mods.mask_numbers, mods.dropout_p
