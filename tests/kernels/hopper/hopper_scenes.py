@@ -346,6 +346,11 @@ def paged_prefill_lost() -> tuple[Tensor, ...]:
     return _paged(replace(PAGED["pages_lost"], head_dim=128, lengths=(300, 290), news=(140, 130), lost=lost))
 
 
+def paged_prefill_float8() -> tuple[Tensor, ...]:
+    """8-bit keys, which four warps of the producer convert: more key blocks than stages, and tiles without keys."""
+    return _paged(replace(PAGED["mixed"], head_dim=128, lengths=(300, 20), news=(20, 230), fp8=True, heads=(2, 1)))
+
+
 def _decode(dtype: torch.dtype = torch.bfloat16, cluster: int = 0) -> tuple[Tensor, ...]:
     draw = torch.Generator().manual_seed(4)
     columns = 26

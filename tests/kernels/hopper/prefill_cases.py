@@ -49,10 +49,15 @@ FP8_CASES = {
     "pages of 24": _case("pages_of_13", fp8=True, page_size=24, news=(60, 26, 1)),
     "pages of 64, heads first": _case("pages_of_64_heads_first", fp8=True, news=(30, 20)),
     "pages of 256, window": _case("window", fp8=True, page_size=256, lengths=(600, 500), news=(18, 90)),
+    "rows of no sequence": _case("prefill", fp8=True, lengths=(70,), news=(40,)),
     "softcap sinks": _case("window_softcap_sinks", fp8=True),
     "pages lost": _case("pages_lost", fp8=True),
     "pages of 1 lost": _case(
-        "pages_lost", fp8=True, page_size=1, lost=((0, 2, -1), (0, 66, 2**31 - 1), (1, 33, -(2**31)), (2, 0, -1))
+        "pages_lost",
+        fp8=True,
+        page_size=1,
+        padding=5,
+        lost=((0, 2, -1), (0, 66, 2**31 - 1), (1, 33, -(2**31)), (2, 0, -1)),
     ),
     "37 sequences": _case(
         "mixed", fp8=True, lengths=(*(1, 40, 18) * 12, 90), news=(*(1, 3, 17) * 12, 20), room=0, heads=(2, 2)

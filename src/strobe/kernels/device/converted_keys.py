@@ -117,8 +117,8 @@ def tile_rows(traits: gl.constexpr):
 
 @gluon.jit
 def is_seen(keys, n, traits: gl.constexpr):
-    """Which of the keys n some query of the sequence sees. Negative n are none."""
-    seen = n.to(gl.uint32) < keys.stop.to(gl.uint32)
+    """Which of the keys n some query of the sequence sees. Negative n are none; rows of no sequence have none."""
+    seen = n.to(gl.uint32) < gl.maximum(keys.stop, 0).to(gl.uint32)
     if traits.mask.left:
         seen = seen & (n >= keys.first)
     return seen
