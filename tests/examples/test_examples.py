@@ -84,6 +84,7 @@ def test_the_server_reaches_the_logits_of_the_dense_path():
     assert printed.startswith("32 of 32 pages are free, errors: []")
 
 
+@pytest.mark.nightly
 def test_packed_training_has_the_losses_of_padded_training_and_fewer_tokens():
     lines = re.findall(rf"(\w+): loss {NUMBER} to {NUMBER}, ([\d,]+) tokens", _run("packed_training"))
     (padded, *from_to, most), (packed, *same, tokens) = lines
@@ -110,6 +111,7 @@ MISSING = {
 }
 
 
+@pytest.mark.nightly_cases("transformers is missing-*", "the weights are missing-*")
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
