@@ -252,7 +252,7 @@ MODS = {
 }
 
 
-@pytest.mark.parts(2)
+@pytest.mark.parts(4)
 @pytest.mark.parametrize("name", MODS)
 def test_functions_of_scores(name):
     case, functions, early = MODS[name]
