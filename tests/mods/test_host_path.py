@@ -231,7 +231,7 @@ def test_functions_that_are_not_simple_are_read_in_full():
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [*KINDS, "learned"])
 def test_a_repeated_step_on_a_gpu_gives_what_a_first_one_gives(kind, monkeypatch):
-    """Gradients, too, by a replayed launch from the third step on."""
+    """Gradients, too, which a replayed launch computes once its addresses repeat."""
     generator = torch.Generator("cuda").manual_seed(1)
     shape = (1, 200, 2, 64)
     inputs = [torch.randn(shape, device="cuda", generator=generator).bfloat16().requires_grad_() for _ in range(3)]
@@ -249,10 +249,10 @@ def test_a_repeated_step_on_a_gpu_gives_what_a_first_one_gives(kind, monkeypatch
 
     with CACHE.emptied():
         first = step()
-        for _ in range(6):
+        for _ in range(12):  # addresses repeat once the allocator has met every size
             for found, expected in zip(step(), first, strict=True):
                 torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-        assert 1 <= len(computed) <= 3
+        assert 1 <= len(computed) <= 8
         with torch.no_grad():
             inputs[0].mul_(0.5)
         changed = step()
