@@ -377,7 +377,7 @@ def run(name: str, function: Callable[[], Pair | int | None], target: str, toler
         row.update(outcome=outcome, why=f"{type(failure).__name__}: {failure}"[:200])
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    if row["outcome"] in ("right", "wrong"):
+    if row["outcome"] in ("right", "wrong", "failed"):
         row["reports"] = [str(report)[:300] for report in found.reports]
     return row | {"seconds": round(time.process_time() - begin, 1)}
 
@@ -408,7 +408,7 @@ def main() -> int:
                 print(json.dumps(rows[-1]), flush=True)
     if a.results:
         where, done = circumstances(), {row["case"] for row in rows}
-        before = a.results.read_text().splitlines() if a.append else []
+        before = a.results.read_text().splitlines() if a.append and a.results.is_file() else []
         kept = [line + "\n" for line in before if json.loads(line)["case"] not in done]
         a.results.write_text("".join([*kept, *(json.dumps(row | where) + "\n" for row in rows)]))
     print(dict(Counter(row["outcome"] for row in rows)), sum(bool(row["reports"]) for row in rows), "with reports")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import itertools
 import math
@@ -17,9 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
 LARGEST = 2**33  # product of the numbers of one parametrisation: M x N x K, say
 _SIZES = ("M", "N", "K", "N_CTX", "xnumel", "ynumel")
@@ -48,14 +51,16 @@ def cases(folder: Path, seconds: int) -> Iterator[tuple[str, Callable[[], int]]]
             yield name, lambda file=file: imported(file) and 1
             continue
         try:
-            module = imported(file)
+            with mock.patch.object(JITFunction, "run", lambda *_, **__: None):  # benchmarks that an import would run
+                module = imported(file)
         except Exception as failure:  # of their file, or of the simulator: the row says which
             yield name, lambda failure=failure: _raised(failure)
             continue
         tests = {key: value for key, value in vars(module).items() if key.startswith("test_") and callable(value)}
         for key, test in tests.items():
             if test.__module__ == module.__name__ and not skipped(test):
-                yield f"{name}::{key}", lambda test=test: called(test, list(calls(test)), seconds)
+                run = lambda test=test, file=file: called(test, list(calls(test)), seconds, fixtures(file.parent))
+                yield f"{name}::{key}", run
         for key, arguments in VALIDATED.get(file.name, []):
             of, function = ", ".join(map(str, arguments)), vars(module)[key]
             yield f"{name}::{key}({of})", lambda function=function, arguments=arguments: validated(function, arguments)
@@ -123,13 +128,23 @@ def size(call: Call) -> int:
     return math.prod(max(abs(v), 1) for v in call.values() if isinstance(v, int) and not isinstance(v, bool))
 
 
-def called(test: Callable[..., Any], given: list[Call], seconds: int) -> int:
-    """Run the test with each of the calls; how many of them it did not skip."""
+def fixtures(folder: Path) -> dict[str, Callable[..., Any]]:
+    """The fixtures of a folder's conftest.py that yield a value, as context managers."""
+    conftest = folder / "conftest.py"
+    found = vars(imported(conftest)) if conftest.is_file() else {}
+    made = {name: inspect.unwrap(one) for name, one in found.items() if hasattr(one, "_fixture_function_marker")}
+    return {name: contextlib.contextmanager(one) for name, one in made.items() if inspect.isgeneratorfunction(one)}
+
+
+def called(test: Callable[..., Any], given: list[Call], seconds: int, known: dict[str, Callable[..., Any]]) -> int:
+    """Run the test with each of the calls and the fixtures that it asks for; how many calls it did not skip."""
     done = 0
+    asked = [name for name in inspect.signature(test).parameters if name in known]
     for call in given:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         try:
-            test(**call)
+            with contextlib.ExitStack() as stack:
+                test(**call, **{name: stack.enter_context(known[name]()) for name in asked})
             done += 1
         except pytest.skip.Exception:
             continue

@@ -4,6 +4,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.errors import CompilationError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from strobe.sim import simulate
@@ -156,3 +159,17 @@ def test_an_operation_that_is_not_known_names_its_line(monkeypatch):
     place = r"operation dot_scaled, at test_block_operations.py:\d+ scaled_kernel"
     with pytest.raises(NotImplementedError, match=place), simulate("sm_100"):
         scaled_kernel[(1,)](a, scale, b, None, out, "e2m1", "bf16", M, N, K)
+
+
+@triton.jit
+def flipped_kernel(x, out):
+    at = tl.arange(0, 8)
+    tl.store(out + at, tl.flip(tl.load(x + at)))
+
+
+def test_a_flip_without_a_dimension_is_refused_as_triton_refuses_it():
+    with pytest.raises(CompilationError):
+        source = ASTSource(flipped_kernel, {"x": "*fp32", "out": "*fp32"}, {})
+        triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    with pytest.raises(TypeError, match="'int' and 'NoneType'"), simulate("sm_90"):
+        flipped_kernel[(1,)](torch.ones(8), torch.ones(8))

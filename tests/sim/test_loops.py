@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from strobe.kernels.device.dialect import TensorDescriptor, fence_async_shared, tma_store, tma_store_wait
 from strobe.sim import Checks, simulate
 from strobe.sim.machine import MODES
 
@@ -30,7 +31,7 @@ def test_a_loop_without_end_is_reported(mode):
     with simulate("sm_90", mode, check=False, checks=Checks(max_iterations=3000)) as run:
         endless_kernel[(2,)](torch.zeros(1, dtype=torch.int32), 3)
     (report,) = run.reports
-    assert report.kind == "deadlock" and "test_loops.py:21 endless_kernel" in report.where
+    assert report.kind == "deadlock" and "test_loops.py:22 endless_kernel" in report.where
     assert "iteration 3,000 of the loop" in report.text
     assert "changing: i = 3000; not changing: steps = 3, limit = 0" in report.text
 
@@ -177,6 +178,28 @@ def test_a_loops_buffer_holds_nothing_of_the_turn_before():
         read_before_kernel[(1,)](torch.ones(128), out, 2)
     assert [report.kind for report in run.reports] == ["uninitialised"]
     assert out.isnan().all()
+
+
+@gluon.jit
+def copied_before_kernel(out_desc, turns):
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    for i in range(turns):
+        buffer = gl.allocate_shared_memory(gl.float32, [16, 32], out_desc.layout)
+        if i == 0:
+            buffer.store(gl.full([16, 32], 3.0, gl.float32, layout))
+            fence_async_shared()
+            tma_store(out_desc, [0, 0], buffer)
+    tma_store_wait(0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_copy_of_the_turn_before_reads_what_was_there(mode):
+    """The allocation takes no instruction, so it changes nothing for a copy that is still in flight."""
+    out = torch.full((16, 32), torch.nan)
+    layout = gl.NVMMASharedLayout.get_default_for([16, 32], gl.float32)
+    with simulate("sm_90", mode):
+        copied_before_kernel[(1,)](TensorDescriptor.from_tensor(out, [16, 32], layout), 2)
+    assert (out == 3).all()
 
 
 # ---------------------------------------------------------------- names that a branch assigns

@@ -31,11 +31,11 @@ def blocked(cga):
     return gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0], cga_layout=[cga])
 
 
-def noticed(start, off, *words, target="sm_90"):
+def noticed(start, off, *words, target="sm_90", seeds=SEEDS):
     """Without `off`'s synchronisation every schedule has reports, and one of them holds all of the words."""
     found = set()
     for mode in MODES:
-        for seed in range(SEEDS):
+        for seed in range(seeds):
             with simulate(target, mode, seed, check=False) as run:
                 start(off)
             assert run.reports, f"mode {mode}, seed {seed}: no report without {off}"

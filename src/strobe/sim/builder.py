@@ -117,6 +117,8 @@ class Builder(Arithmetic, Pointers, BlockPointers, SharedMemory, Clusters, Tenso
     def get_tensor_descriptor_layout_type(self, block: Type, signed: bool, layout: object) -> Type:
         return Type(block.elem, block.shape, (layout, signed))
 
+    get_tensor_descriptor_im2col_layout_type = get_tensor_descriptor_layout_type
+
     def to_linear_layout(self, layout: object, shape: Sequence[int]) -> Any:
         return self.layouts.builder.to_linear_layout(layout, shape)
 

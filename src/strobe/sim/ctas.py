@@ -21,7 +21,7 @@ from .layouts import Layouts
 from .machine import Machine
 from .memory import Actor, merge
 from .shares import Part, Share, common
-from .values import COMPUTED, Type, Value, Window, from_bits, is_pointer, to_bits
+from .values import COMPUTED, Reordered, Type, Value, Window, from_bits, is_pointer, to_bits
 
 SEND_NS = 400.0  # modelled latency from one SM to another
 
@@ -76,9 +76,9 @@ class Ctas:
         memory = other.by_key.get(key)
         if memory is None:
             return None
-        view: Any = np.ndarray(
-            window.view.shape, window.view.dtype, memory.raw, window.address - window.memory.base, window.view.strides
-        )
+        tile: Any = window.view.tile if isinstance(window.view, Reordered) else window.view
+        there: Any = np.ndarray(tile.shape, tile.dtype, memory.raw, window.address - window.memory.base, tile.strides)
+        view = window.view.moved(there) if isinstance(window.view, Reordered) else there
         made = Window(memory, view, window.elem, window.type)
         made.named = f"{window.label} of CTA {other.index}"
         return made
@@ -125,8 +125,9 @@ class Ctas:
             if part is not None and (inside or share.leads(rank)):
                 there = self.of_cta(window, rank, "load")
                 if there is not None:
-                    machine.touch(there.memory, there.view[part], False, f"load of {there.label}")
-                    data[part] = from_bits(there.view[part], window.elem)
+                    piece = Window(there.memory, there.view[part], window.elem, window.type)
+                    machine.touch(piece.memory, piece.mask, False, f"load of {there.label}")
+                    data[part] = from_bits(piece.bits(), window.elem)
         if meets:
             self.meet()
         machine.preempt()

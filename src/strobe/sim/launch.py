@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from .builder import Builder
 from .checks import USUAL, Checks
 from .costs import Costs, Occupancy
 from .host import answers, capability_of
+from .im2col import Box, Im2Col
 from .interpreter import Interpreter
 from .layouts import Layouts
 from .machine import MODES, Machine
@@ -37,12 +37,13 @@ from .report import Report, Reports, SimulationFault, Stop
 from .semantics import Gluon, Triton, quiet
 from .storages import adopt, register
 from .timeline import Event, save
-from .translate import file_line, translated
+from .translate import translated
 from .values import STORED, Descriptor, Value, wraps
 
 KIB = 1024
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 TENSOR_COLUMNS = 512  # on sm_100 and sm_103
+IM2COL = "TensorDescriptorIm2Col"  # the class of im2col descriptors, in Triton 3.8 and later
 _OPTIONS = ("num_warps", "num_ctas", "maxnreg", "num_stages", "launch_cooperative_grid", "launch_pdl")
 _CHECKED = dict(debug=True)  # device_assert is active
 _DTYPES = {"float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5, "bool": tl.int1}
@@ -242,14 +243,8 @@ class _Launch:
     def _argument(self, name: str, value: object, parameter: KernelParam | None = None) -> Any:
         if parameter is not None and parameter.is_constexpr:
             return value if isinstance(value, constexpr) else constexpr(value)
-        if isinstance(value, (GluonDescriptor, TensorDescriptor)):
+        if isinstance(value, (GluonDescriptor, TensorDescriptor)) or type(value).__name__ == IM2COL:
             return self._descriptor(name, value)
-        if type(value).__name__ == "TensorDescriptorIm2Col":  # Triton 3.8 and later
-            file, line = file_line(self.fn)
-            raise NotImplementedError(
-                f"{name}: the simulator does not know im2col descriptors, at {os.path.basename(file)}:{line} "
-                f"{self.fn.__name__}"
-            )
         if hasattr(value, "data_ptr"):
             return self._pointer(name, value)
         if isinstance(value, np.ndarray):
@@ -291,13 +286,16 @@ class _Launch:
 
     @staticmethod
     def _refuse_nested(name: str, value: tuple[object, ...]) -> None:
-        if any(isinstance(item, (GluonDescriptor, TensorDescriptor)) for item in value):
+        if any(
+            isinstance(item, (GluonDescriptor, TensorDescriptor)) or type(item).__name__ == IM2COL for item in value
+        ):
             raise TypeError(
                 f"{name}: got a tuple that holds a tensor descriptor, expected the descriptor "
                 "as an argument of its own: Triton compiles such a kernel, but its launcher refuses the call"
             )
 
-    def _descriptor(self, name: str, host: GluonDescriptor | TensorDescriptor) -> base_value:
+    def _descriptor(self, name: str, host: Any) -> base_value:
+        """A tensor descriptor of Triton or Gluon, tiled or im2col."""
         place = given(name, host.base)
         memory = register(self.machine, name, place)
         self.machine.coverage.add(name, memory, place)
@@ -310,6 +308,11 @@ class _Launch:
         handle.signed = not elem.is_int_unsigned()
         shape = [tl.tensor(Value(np.int32(size), "i32"), tl.int32) for size in host.shape]
         strides = [tl.tensor(Value(np.int64(stride), "i64"), tl.int64) for stride in host.strides]
+        if type(host).__name__ == IM2COL:
+            steps = host.element_strides or [1] * len(shape)
+            handle = Im2Col(handle, Box(host.pixel_box_lower_corner, host.pixel_box_upper_corner, steps[1:-1]))
+            made: Any = tma  # in Triton 3.8 and later
+            return made.tensor_descriptor_im2col(handle, shape, strides, tl.block_type(elem, block), host.layout)
         if isinstance(host, GluonDescriptor):
             return tma.tensor_descriptor(handle, shape, strides, tl.block_type(elem, block), host.layout)
         return tl.tensor_descriptor(handle, shape, strides, tl.block_type(elem, block))

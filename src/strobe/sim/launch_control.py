@@ -63,7 +63,7 @@ class LaunchControl:
 
     def create_clc_load_result(self, source: Where) -> Value:
         source = self.window(source)
-        self.machine.touch(source.memory, source.view, False, f"load of {source.label}")
+        self.machine.touch(source.memory, source.mask, False, f"load of {source.label}")
         return Value(np.ascontiguousarray(source.view).reshape(-1).view(np.int64).copy(), "i64")
 
     def create_clc_is_canceled(self, answer: Value) -> Value:

@@ -154,13 +154,11 @@ class Machine:
         )
         return crosses and not earlier.fenced_before(actor)
 
-    def touch(self, memory: Memory, view: np.ndarray, write: bool, what: str) -> None:
+    def touch(self, memory: Memory, mask: Granules, write: bool, what: str) -> None:
         """An access by the running partition's own instructions."""
         p = self.current
         proxy = "tensor" if memory.space == "tensor" else "generic"
-        self.access(
-            memory, memory.mask_of(view), write, Actor(p.agent, p.clock, p.vector_clock, proxy, what, self.place())
-        )
+        self.access(memory, mask, write, Actor(p.agent, p.clock, p.vector_clock, proxy, what, self.place()))
 
     def _spins(self, memory: Memory, mask: Granules, actor: Actor) -> None:
         """Detect a loop that only repeats a weak read of one global value. Then let others run first."""
@@ -188,7 +186,8 @@ class Machine:
         cta, place, allocations = self.current.cta, self.place(), self.current.allocations
         if reused := allocations.reused(place, space, size):
             cta.budget.allocate_again(reused)
-            reused.clear()
+            if len(cta.cluster.ctas) == 1:  # in a cluster other CTAs may have copied to it already
+                reused.clear(contents=not cta.in_flight())
             return reused
         memory = cta.allocate(space, size, self.current.name)
         cta.budget.add(memory, charge, self.limits[space], place, self.stats["accesses"])

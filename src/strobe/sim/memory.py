@@ -90,7 +90,7 @@ class Memory:
         key = (interface["data"][0], view.shape, view.strides, view.itemsize)
         mask = self._masks.get(key)
         if mask is None:
-            mask = self._masks[key] = self.mask_at(_offsets(interface["data"][0] - self.base, view), view.itemsize)
+            mask = self._masks[key] = self.mask_at(offsets_of(interface["data"][0] - self.base, view), view.itemsize)
         return mask
 
     def mask_at(self, offsets: np.ndarray, size: int) -> Granules:
@@ -133,9 +133,13 @@ class Memory:
                 if access.actor.generic and vector_clock.get(access.actor.agent, 0) >= access.clock:
                     access.fences.setdefault(agent, clock)
 
-    def clear(self) -> None:
-        """New contents of a buffer that a loop's body allocates again: NaN, and nothing written."""
-        self.raw[...], self.written = 0xFF, 0
+    def clear(self, contents: bool) -> None:
+        """A buffer that a loop's body allocates again: nothing is written. With `contents` it holds NaN again, which
+        work in flight must not see.
+        """
+        self.written = 0
+        if contents:
+            self.raw[...] = 0xFF
 
     def forget(self) -> None:
         """Order everything so far before everything to come (a kernel has ended)."""
@@ -211,7 +215,8 @@ def _bit_sets(granules: np.ndarray, page: int) -> Granules:
     return found
 
 
-def _offsets(start: int, view: np.ndarray) -> np.ndarray:
+def offsets_of(start: int, view: np.ndarray) -> np.ndarray:
+    """The byte offsets of a view's elements, in its order, if the first is at `start`."""
     offsets = np.array([start], np.int64)
     for size, stride in zip(view.shape, view.strides, strict=True):
         offsets = np.add.outer(offsets, np.arange(size, dtype=np.int64) * stride).reshape(-1)

@@ -32,7 +32,8 @@ def scales(data: np.ndarray, elem: str) -> np.ndarray:
     if elem != "i8":
         return np.asarray(data, np.float32)
     raw = unsigned(np.asarray(data))
-    return np.where(raw == 255, np.nan, np.ldexp(np.float32(1), raw.astype(np.int32) - 127)).astype(np.float32)
+    powers = np.ldexp(np.float32(1), np.minimum(raw, 254).astype(np.int32) - 127)
+    return np.where(raw == 255, np.float32(np.nan), powers)
 
 
 _FORMATS = {"E4M3": "fp8e4nv", "E5M2": "fp8e5"}  # Triton's names of the formats -> types; e2m1 is two in a byte

@@ -12,6 +12,7 @@ from triton import language as tl
 from . import shares
 from .agents import Barrier, Cta, Operation
 from .ctas import Ctas
+from .im2col import Im2Col, Source, elements
 from .layouts import Layouts
 from .machine import Machine
 from .memory import Actor
@@ -79,7 +80,7 @@ class SharedMemory(Ctas):
         own = window
         if self.ctas > 1:
             bits, own = self._own_bits(value, bits, window)
-        self.machine.touch(own.memory, own.view, True, what or f"store to {window.label}")
+        self.machine.touch(own.memory, own.mask, True, what or f"store to {window.label}")
         own.view[...] = bits
         self.machine.preempt()
 
@@ -90,7 +91,7 @@ class SharedMemory(Ctas):
             self._count_shared("load", window, ty.layout)
         if self.ctas > 1:
             return self._read_parts(ty, window)
-        self.machine.touch(window.memory, window.covered, False, f"load of {window.label}")
+        self.machine.touch(window.memory, window.mask, False, f"load of {window.label}")
         data = from_bits(window.bits(), window.elem)
         self.machine.preempt()
         return Value(data, window.elem, ty.layout)
@@ -128,9 +129,11 @@ class SharedMemory(Ctas):
         )
 
     def create_memdesc_reshape(self, window: Window, shape: list[int]) -> Window:
-        tile = window.covered
-        view = tile.reshape(shape)
-        if isinstance(window.view, Reordered) or not np.shares_memory(view, tile):
+        tile = window.view
+        view = tile if isinstance(tile, Reordered) else tile.reshape(shape)
+        if isinstance(tile, Reordered):
+            view = Reordered(tile.tile, shape)
+        elif not np.shares_memory(view, tile):
             view = Reordered(tile, shape)
         return Window(window.memory, view, window.elem, self._viewed("reshape", window, shape, shape))
 
@@ -277,19 +280,35 @@ class SharedMemory(Ctas):
     def create_async_tma_copy_global_to_local(
         self, desc: Descriptor, coord: list[Value], bar: Where, target: Where, pred: Value, *rest: object
     ) -> None:
-        if any(isinstance(argument, (list, tuple)) and argument for argument in rest):  # Triton 3.8 and later
-            raise NotImplementedError(
-                f"the simulator does not know im2col descriptors, at {place_text(self.machine.place())}"
-            )
         if not bool(pred.data):
             return
-        target, bar = self.window(target), self.window(bar)
-        corner = self._corner(desc, [c.scalar for c in coord], target)
-        self.check_corner(desc, corner, write=False)
+        target, bar, at = self.window(target), self.window(bar), [c.scalar for c in coord]
+        self.check_corner(desc, at, write=False)
+        if isinstance(desc, Im2Col):  # Triton 3.8 and later
+            offsets = next(argument for argument in rest if isinstance(argument, (list, tuple)) and argument)
+            self._load_pixels(desc, at, [offset.scalar for offset in offsets], bar, target, rest)
+            return
+        corner = self._corner(desc, at, target)
         block = _box(desc, self.own(target))
-        self._start_loads(
-            desc, bar, target, lambda: desc.fetch(corner, block), desc.view[desc.inside(corner, block)[0]], rest
+        part = desc.view[desc.inside(corner, block)[0]]
+        source = Source(desc.memory.mask_of(part), part.nbytes)
+        self._start_loads(desc, bar, target, lambda: desc.fetch(corner, block), source, rest)
+
+    def _load_pixels(
+        self, desc: Im2Col, at: list[int], offsets: list[int], bar: Window, target: Window, rest: tuple[object, ...]
+    ) -> None:
+        """A load of the pixels of a window, as many as the block has rows."""
+        place = place_text(self.machine.place())
+        if why := desc.strange_offset(offsets):
+            self.machine.report("bounds", f"an im2col load of {desc.memory.name}: {why}, at {place}")
+        height, width = target.view.shape[-2:]
+        rows, columns = (
+            (slice(0, height), slice(0, width)) if self.ctas == 1 else self.share(target).part(self.rank)[-2:]
         )
+        channels = range(at[-1] + columns.start, at[-1] + columns.stop)
+        pixels = desc.pixels(at[:-1], offsets, height)[rows]
+        fetch = lambda: desc.fetch_pixels(pixels, channels)
+        self._start_loads(desc, bar, target, fetch, desc.source(pixels, channels), rest)
 
     def create_async_tma_gather(
         self, desc: Descriptor, rows: Value, column: Value, bar: Where, target: Where, pred: Value, *rest: object
@@ -302,7 +321,9 @@ class SharedMemory(Ctas):
             height, width = own.view.shape[-2:]
             indices = [int(r) for r in np.asarray(rows.data)][top : top + height]
             fetch = lambda: np.concatenate([desc.fetch([r, left], [1, width]) for r in indices])
-            self._start_loads(desc, bar, target, fetch, desc.view, rest)
+            inside = np.array([[r] for r in indices if 0 <= r < desc.view.shape[0]], np.int64)
+            read = elements(desc.memory, desc.view, inside, range(left, left + width))
+            self._start_loads(desc, bar, target, fetch, read, rest)
 
     def _corner(self, desc: Descriptor, corner: list[int], window: Window) -> list[int]:
         """Where the running CTA's part of a block begins."""
@@ -317,7 +338,7 @@ class SharedMemory(Ctas):
         bar: Window,
         target: Window,
         fetch: Callable[[], np.ndarray],
-        source: np.ndarray,
+        source: Source,
         rest: tuple[object, ...],
     ) -> None:
         """A load into the running CTA's part. Multicast: the first of the CTAs that have the same part loads it for all
@@ -339,7 +360,7 @@ class SharedMemory(Ctas):
         barrier: Barrier,
         target: Window,
         fetch: Callable[[], np.ndarray],
-        source: np.ndarray,
+        source: Source,
         home: Cta,
     ) -> None:
         machine, p = self.machine, self.machine.current
@@ -354,9 +375,9 @@ class SharedMemory(Ctas):
             True,
             Actor(agent, number, vector_clock, "async", what, place),
         )
-        if source.size:
+        if source.nbytes:
             read = Actor(agent, number, vector_clock, "async", f"TMA load into {target.label}", place)
-            machine.access(desc.memory, desc.memory.mask_of(source), False, read)
+            machine.access(desc.memory, source.mask, False, read)
         vector_clock[agent] = number
         p.tick()
         if machine.checks.costs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,7 +82,7 @@ class TensorCores:
     ) -> Callable[[], Any]:
         proxy = "async" if window.memory.space == "shared" else "tensor"
         actor = Actor(agent, number, vector_clock, proxy, f"{what} of {window.label}", place)
-        self.machine.access(window.memory, window.memory.mask_of(window.covered), False, actor)
+        self.machine.access(window.memory, window.mask, False, actor)
         return lambda: matrix(window.bits(), window.elem)
 
     # ---- wgmma (Hopper)
@@ -209,29 +210,37 @@ class TensorCores:
                 self.create_tcgen05_commit(bar, None, descs)
 
     def create_tcgen05_mma_scaled(self, a: Any, b: Where, d: Where, a_scale: Where, b_scale: Where, *rest: Any) -> None:
-        a_form, b_form, use_acc, pred, bars, bar_preds, *later = rest
-        if later[:1] == [True] or self.ctas > 1:
-            raise NotImplementedError(self._unknown("tcgen05_mma_scaled over two CTAs"))
+        if self.two_ctas and self.rank & 1:
+            return  # the first CTA of a pair issues
+        a_form, b_form, use_acc, pred, bars, bar_preds, *later = rest  # Triton 3.8: two_ctas and multicast
         if bool(pred.data):
             self._tcgen05(a, b, self.window(d), bool(use_acc.data), Scales(a_scale, b_scale, a_form, b_form))
+        multicast = later[1:] == [True]
+        descs = [one for one in (a, b, a_scale, b_scale) if multicast and self.window(one).memory.space == "shared"]
         for bar, wanted in zip(bars, bar_preds, strict=True):
             if bool(wanted.data):
-                self.create_tcgen05_commit(bar)
+                self.create_tcgen05_commit(bar, None, descs)
 
     def _unknown(self, what: str) -> str:
         return f"the simulator does not know {what}, at {place_text(self.machine.place())}"
 
-    def _scaled(self, operand: Any, scale: Where, form: object, is_right: bool, *reader: Any) -> Callable[[], Any]:
-        """The operand of a block-scaled product, as float32 and multiplied by its scales, when the product lands."""
-        fetch, factors = self._operand(operand, *reader), self._operand(scale, *reader)
-        elem, scale_elem = operand.elem, self.window(scale).elem
-        packed_axis = -2 if is_right else -1
+    def _scaled(
+        self, operand: Any, scale: Where, form: object, is_right: bool, reader: tuple[Any, ...]
+    ) -> list[Callable[[], Any]]:
+        """The operand of a block-scaled product for each CTA that it works for, as float32 and multiplied by its scales
+        when the product lands. In a pair each CTA has rows of A with their scales, half of B and all of B's scales.
+        """
+        fetches, factors = self._of_members(operand, reader), self._of_members(scale, reader)
+        elem, scale_elem = self.window(operand).elem, self.window(scale).elem
 
-        def read() -> Any:
-            value = in_format(np.asarray(fetch()), elem, form)
-            return scaled_operand(value, Value(np.asarray(factors()), scale_elem), packed_axis, is_right)
+        def read(member: int) -> Any:
+            parts = [np.asarray(fetch()) for fetch in (fetches if is_right else fetches[member : member + 1])]
+            value = in_format(np.concatenate(parts, axis=-1), elem, form)
+            return scaled_operand(
+                value, Value(np.asarray(factors[member]()), scale_elem), -2 if is_right else -1, is_right
+            )
 
-        return read
+        return [partial(read, member) for member in range(len(factors))]
 
     def _tcgen05(self, a: Any, b: Any, d: Window, accumulate: bool, scales: Scales | None = None) -> None:
         machine, p = self.machine, self.machine.current
@@ -244,8 +253,8 @@ class TensorCores:
         if scales is None:
             left, right = self._of_members(a, reader), self._of_members(b, reader)
         else:
-            left = [self._scaled(a, scales.a, scales.a_form, False, *reader)]
-            right = [self._scaled(b, scales.b, scales.b_form, True, *reader)]
+            left = self._scaled(a, scales.a, scales.a_form, False, reader)
+            right = self._scaled(b, scales.b, scales.b_form, True, reader)
         into = self._members(d, "tcgen05.mma")
         vector_clock = {**vector_clock, agent: number}
         for one in into:
@@ -258,9 +267,11 @@ class TensorCores:
 
         def land() -> None:
             # in a pair each CTA has rows of A and of the result, and half of B's columns
-            columns = np.concatenate([fetch() for fetch in right], axis=-1)
-            for fetch, one in zip(left, into, strict=True):
-                result = product(fetch(), columns, elem, precise=scales is not None)
+            columns = [fetch() for fetch in right]
+            if scales is None:
+                columns = [np.concatenate(columns, axis=-1)] * len(into)
+            for fetch, side, one in zip(left, columns, into, strict=True):
+                result = product(fetch(), side, elem, precise=scales is not None)
                 one.view[...] = to_bits(result + from_bits(one.view, one.elem) if accumulate else result, one.elem)
             merge(stream.vector_clock, vector_clock)
 

@@ -5,6 +5,7 @@ bfloat16 and fp8 values are held as float32 arrays of representable values. Memo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from triton import language as tl
 
 from .formats import LARGEST, VALUES, bfloat16_bits, bfloat16_rounded, float8_bits, float8_rounded, from_bfloat16
-from .memory import Memory
+from .memory import Granules, Memory, offsets_of
 from .report import Place, place_text
 
 if TYPE_CHECKING:
@@ -203,9 +204,9 @@ class Window:
         return self.view.__array_interface__["data"][0]
 
     @property
-    def covered(self) -> np.ndarray:
-        """The elements that it covers, in some order."""
-        return self.view.tile if isinstance(self.view, Reordered) else self.view
+    def mask(self) -> Granules:
+        """The granules of memory that it covers."""
+        return self.view.mask(self.memory) if isinstance(self.view, Reordered) else self.memory.mask_of(self.view)
 
     def bits(self) -> np.ndarray:
         """Its elements now."""
@@ -241,14 +242,33 @@ class Pieces:
 
 
 class Reordered:
-    """A read-only view of a buffer whose elements have no strides, such as a transposed view that is reshaped."""
+    """A read-only view of a buffer whose elements have no strides, such as a transposed view that is reshaped. `part`
+    selects some of its elements.
+    """
 
-    def __init__(self, tile: np.ndarray, shape: Sequence[int]):
-        self.tile, self.shape = tile, tuple(shape)
-        self.nbytes, self.__array_interface__ = tile.nbytes, tile.__array_interface__
+    def __init__(self, tile: np.ndarray, shape: Sequence[int], part: tuple[slice, ...] = ()):
+        self.tile, self.whole, self.part = tile, tuple(shape), part
+        self.shape = np.empty(self.whole, bool)[part].shape
+        self.nbytes, self.__array_interface__ = math.prod(self.shape) * tile.itemsize, tile.__array_interface__
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Reordered:
+        if self.part:
+            raise NotImplementedError("a part of a part of a reordered view")
+        return Reordered(self.tile, self.whole, part)
 
     def read(self) -> np.ndarray:
-        return self.tile.reshape(self.shape)
+        return self.tile.reshape(self.whole)[self.part]
+
+    def moved(self, tile: np.ndarray) -> Reordered:
+        """The same view of another buffer."""
+        return Reordered(tile, self.whole, self.part)
+
+    def mask(self, memory: Memory) -> Granules:
+        """The granules that its elements touch."""
+        if not self.part:
+            return memory.mask_of(self.tile)
+        starts = offsets_of(self.tile.__array_interface__["data"][0] - memory.base, self.tile)
+        return memory.mask_at(starts.reshape(self.whole)[self.part], self.tile.itemsize)
 
 
 def wraps(strides: list[int], size: int) -> bool:
