@@ -263,9 +263,8 @@ def test_it_is_chosen_on_its_gpus(name):
         (dict(dtype=torch.float32, cache_dtype=torch.float32), "float16 and bfloat16 queries only"),
         (dict(head_dim=264, head_dim_v=264), "head dimensions up to 256; this is 264/264"),
         (dict(head_dim=20), "copies 16 bytes at a time"),
-        (dict(batch_invariant=True), "the forward here has no bits in common with a decode"),
     ],
-    ids=["dtype", "widths", "rows", "bits"],
+    ids=["dtype", "widths", "rows"],
 )
 def test_each_reason_against_it(options, words):
     kernel = select(problem(), FAKES["B200"]).forward.kernel
@@ -274,11 +273,11 @@ def test_each_reason_against_it(options, words):
 
 
 def test_forward_and_decode_of_the_same_bits_are_of_one_family():
-    """With batch_invariant the bits of a decode are those of a forward, so both are portable."""
+    """With batch_invariant the bits of a decode are those of a forward."""
     k = torch.empty(1, 64, 1, 64, dtype=torch.bfloat16)
     cache = strobe.DenseCache(k, k, torch.tensor([64], dtype=torch.int32))
     with posing(B200):
         decode = strobe.explain_decode(k[:, :1], cache, batch_invariant=True)
         forward = strobe.explain(k, k, k, causal=True, batch_invariant=True)
     chosen = decode, forward
-    assert [choice.forward.kernel.name for choice in chosen] == ["portable.decode", "portable.forward"]
+    assert [choice.forward.kernel.name for choice in chosen] == ["blackwell.decode", "blackwell.forward"]

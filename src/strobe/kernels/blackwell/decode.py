@@ -110,8 +110,10 @@ def columns_operand(tile, traits: gl.constexpr):
 
 @gluon.constexpr_function
 def holds_queries(traits):
-    """Whether each warp keeps Q^T in registers, at most 64 per thread. Larger tiles are read again in each step."""
-    return traits.block_m <= 32 and traits.block_m * traits.block_d <= 4096
+    """Whether each warp keeps Q^T in registers, at most 64 per thread. Larger tiles are read again in each step. With
+    batch_invariant every tile is, so that products of all tile sizes add in the same parts.
+    """
+    return not traits.in_order and traits.block_m <= 32 and traits.block_m * traits.block_d <= 4096
 
 
 @gluon.jit

@@ -6,17 +6,21 @@ has as much shared memory, and two programs fit as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
 from ...problem.decode import DecodeCall, DecodeProblem
-from ...problem.target import Target
+from ...problem.problem import Problem
+from ...problem.target import KIB, Target
 from ..hopper.decode_config import CAPABILITY as HOPPER
-from ..hopper.decode_config import DecodeConfig, HopperDecode
+from ..hopper.decode_config import DecodeConfig, DecodeTraits, HopperDecode, traits_of
 from ..protocol import Forward, Plan, against_mods
+from ..runtime.batch_invariant import as_decode
 
 CAPABILITIES = (100, 103)
+# rows of the tallest tile of a forward with batch_invariant: 64 spilled up to 736 bytes (d128)
+INVARIANT_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,40 @@ class BlackwellDecodeConfig(DecodeConfig):
         return f"{super().__str__()}; has not run on a Blackwell GPU"
 
 
+@dataclass(frozen=True)
+class BlackwellInvariantTraits(DecodeTraits):
+    """Compile-time constants of a forward with batch_invariant: those of the decode, with two stages."""
+
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class BlackwellInvariantConfig:
+    traits: BlackwellInvariantTraits
+
+    def __str__(self) -> str:
+        f = self.traits
+        return (
+            f"as a decode: block_m={f.block_m} block_n={f.block_n} stages={f.stages}, shared "
+            f"{f.shared_bytes() / KIB:.0f} KiB; has not run on a Blackwell GPU"
+        )
+
+
+def invariant_config(problem: Problem) -> BlackwellInvariantConfig:
+    traits = traits_of(as_decode(problem))
+    most = INVARIANT_ROWS if max(traits.block_d, traits.block_dv) <= 128 else INVARIANT_ROWS // 2
+    # the last two are unused here
+    traits = replace(traits, stages=2, block_m=min(traits.block_m, most), partial_rows=0, same_strides=False)
+    known = {f.name: getattr(traits, f.name) for f in fields(traits) if f.init}
+    return BlackwellInvariantConfig(BlackwellInvariantTraits(**known, packed=problem.packed))
+
+
 class BlackwellDecode(HopperDecode):
     name = "blackwell.decode"
 
     def why_not(self, problem: DecodeProblem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability not in CAPABILITIES:
             return f"made for sm_{' and sm_'.join(map(str, CAPABILITIES))}; this target is {target.words}"
-        if problem.batch_invariant:
-            return "batch_invariant=True: the forward here has no bits in common with a decode; the portable one has"
         if reason := against_mods(problem):
             return reason
         # its loads, splits and merge are the Hopper decode's, and have the same limits

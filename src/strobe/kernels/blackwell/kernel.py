@@ -16,6 +16,7 @@ from ...problem.problem import Problem
 from ...problem.target import Target
 from ..device import mask_blocks
 from ..protocol import Backward, Buffer, Cost, Forward, Plan, against_mods, attention_cost, entries, fills_tiles
+from ..runtime import batch_invariant
 from ..runtime.hook_constants import ListedBlocks
 from ..runtime.mod_function import against_texts, mod_functions
 from ..runtime.tma_requirements import (
@@ -30,6 +31,7 @@ from ..runtime.tma_requirements import (
 )
 from .backward_traits import BackwardConfig, BackwardTileConfig, BackwardTraits
 from .decode_config import DECODE as DECODE
+from .decode_config import BlackwellInvariantConfig, invariant_config
 from .traits import ROWS, STAGES_Q, ForwardConfig, ForwardTraits, TileConfig
 
 CAPABILITIES = (100, 103)
@@ -89,7 +91,12 @@ class BlackwellForward:
         if target.kind != "cuda" or target.capability not in CAPABILITIES:
             return _needs_tensor_memory(target)
         if problem.batch_invariant:
-            return "batch_invariant=True needs a decode with the same bits, which this family lacks"
+            return (
+                against_texts(problem)
+                or against_mods(problem)
+                or DECODE.why_not(batch_invariant.as_decode(problem), target)
+                or batch_invariant.against(problem)
+            )
         return (
             against_texts(problem)
             or _against_widths(problem)
@@ -99,7 +106,9 @@ class BlackwellForward:
             or against_tools()
         )
 
-    def config(self, problem: Problem, target: Target) -> ForwardConfig:
+    def config(self, problem: Problem, target: Target) -> ForwardConfig | BlackwellInvariantConfig:
+        if problem.batch_invariant:
+            return invariant_config(problem)
         widths = tiled(problem.head_dim, problem.head_dim_v)
         if widths is None:
             raise ValueError(_against_widths(problem))
@@ -133,9 +142,14 @@ class BlackwellForward:
         return ()
 
     def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:
-        from .launch import run_forward
+        if plan.problem.batch_invariant:
+            from .launch_decode import run_invariant
 
-        run_forward(plan, call, tensors)
+            run_invariant(plan, call, tensors)
+        else:
+            from .launch import run_forward
+
+            run_forward(plan, call, tensors)
 
 
 FORWARD = BlackwellForward()

@@ -1,9 +1,10 @@
-"""Launch of the Blackwell decode, from a Plan and a call: that of the Hopper decode with another kernel."""
+"""Launches of the Blackwell decode, and of forwards with batch_invariant: those of Hopper with other kernels."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from ...problem.call import Call
 from ...problem.decode import DecodeCall
 from ..device.persistent_launch import Launch
 from ..hopper import launch_decode as hopper
@@ -11,7 +12,7 @@ from ..hopper.decode_arguments import DecodeTensors, Partials
 from ..protocol import Forward, Plan
 from ..runtime import error_flags, launcher
 from ..runtime.split_kv import insert_launch
-from . import decode
+from . import decode, decode_batch_invariant
 
 
 def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
@@ -27,3 +28,8 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
 
 def decode_launch(plan: Plan, call: DecodeCall, tensors: DecodeTensors, partials: Partials, word: Tensor) -> Launch:
     return hopper.decode_launch(plan, call, tensors, partials, word)._replace(kernel=decode.decode_kernel)
+
+
+def run_invariant(plan: Plan, call: Call, t: Forward) -> None:
+    """Launch a forward that gives each row the bits of its decode."""
+    hopper.run_invariant(plan, call, t, decode_batch_invariant.invariant_kernel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,14 +74,17 @@ def hooks_of(plan: Plan, call: DecodeCall | PagedCall) -> tuple[HookParams | Non
     return HookParams(score or None, mask or None, None), HookReads(tensors, tuple(map(launcher.kind_of, values)))
 
 
-def run_invariant(plan: Plan, call: Call, t: Forward) -> None:
-    """Launch a forward that gives each row the bits of its decode."""
+def run_invariant(plan: Plan, call: Call, t: Forward, kernel: Any = invariant_kernel) -> None:
+    """Launch a forward that gives each row the bits of its decode. `kernel` takes the arguments of invariant_kernel."""
     word = error_flags.word(call.q.device)
     tensors = InvariantTensors(call.q, call.k, call.v, t.out, t.lse, call.sinks)
     cu_seqlens = CuSeqlens(call.cu_seqlens_q, call.cu_seqlens_k)
     key = (call.left, call.right, call.max_seqlen_q, call.max_seqlen_k, t.out.stride())
     launch = launcher.start(
-        plan, key, (*tensors, *cu_seqlens, word), lambda: invariant_launch(plan, call, tensors, cu_seqlens, word)
+        plan,
+        key,
+        (*tensors, *cu_seqlens, word),
+        lambda: invariant_launch(plan, call, tensors, cu_seqlens, word)._replace(kernel=kernel),
     )
     if launch is not None and t.out.is_contiguous():
         CACHE.insert_launch(plan, forward_addresses(call, *t), launch)
