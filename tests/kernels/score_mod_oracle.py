@@ -50,7 +50,7 @@ def exact(call: Call, mods: Mods, blocks: Blocks | None = None) -> tuple[Tensor,
     indices = [torch.arange(n, device=s.device) for n in (batch, heads, rows, keys)]
     places = [index.view([-1 if i == j else 1 for j in range(4)]) for i, index in enumerate(indices)]
     if mods.score is not None:
-        s = mods.score(s, *places).expand(s.shape)
+        s = mods.score(s, *places).to(s.dtype).expand(s.shape)
     seen = call.mask.dense(rows, keys, s.device)[:, None].expand(batch, heads, rows, keys)
     if mods.mask is not None:
         seen = seen & mods.mask(*places)

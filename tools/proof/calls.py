@@ -317,6 +317,8 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "paged d128 one token, score_mod": lambda: _alibi(_paged(128, tokens=4, promised=1)),
     "paged d128 4 tokens, mask_mod": lambda: _tree(_paged(128, tokens=16, promised=4), 4),
     "paged d128 16 tokens, mask_mod": lambda: _tree(_paged(128, tokens=20, promised=16), 16),
+    "paged d128 16 tokens, score_mod": lambda: _alibi(_paged(128, tokens=20, promised=16)),
+    "paged d128 float8, 16 tokens, score_mod": lambda: _alibi(_paged(128, tokens=20, promised=16, cache_dtype=FP8)),
     "paged d128 16 tokens, sinks softcap, score_mod and mask_mod": lambda: _tree(
         _paged(128, tokens=20, promised=16, sinks=torch.zeros(32), softcap=20.0), 16, alibi(torch.ones(32))
     ),

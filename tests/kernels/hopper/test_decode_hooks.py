@@ -30,6 +30,7 @@ EACH = [
     pytest.param(n, name, shares, marks=[pytest.mark.nightly] * (f"{name}, {shares}" not in EACH_COMMIT))
     for n, name in enumerate(CASES)
     for shares in ("cluster", "global memory")
+    if (name, shares) != ("d160, tokens 8", "cluster")  # takes more shared memory than there is
 ]
 
 
@@ -56,11 +57,11 @@ def simulated(name: str, call: AnyCall, schedule: tuple[str, int], monkeypatch) 
 
 @pytest.mark.parametrize("n, name, shares", EACH)
 def test_as_good_as_the_oracle(n, name, shares, monkeypatch):
-    if shares == "global memory":
-        monkeypatch.setattr(decode_config, "cluster_size", lambda *_: 0)
+    chosen = decode_config.cluster_size
+    size = lambda *given: 0 if shares == "global memory" else chosen(*given) or 2
+    monkeypatch.setattr(decode_config, "cluster_size", size)
     call = CASES[name].build("cpu", DTYPES[n % 2], n)
-    traits = choice_of(call).forward.config.traits
-    assert (traits.cluster > 1) == (shares == "cluster") or len(call.seqlens) * call.k.shape[2] > 60
+    assert (choice_of(call).forward.config.traits.cluster > 1) == (shares == "cluster")
     assert simulated(name, call, SCHEDULES[n % 3], monkeypatch) == []
     assert bool(error_flags.read_and_clear()) == bool(CASES[name].case.lost)
 
@@ -73,14 +74,17 @@ def test_under_every_schedule(name, monkeypatch):
         assert simulated(name, call, schedule, monkeypatch) == []
 
 
-def test_the_tallest_tile_of_functions_has_eight_warps():
+def test_two_functions_have_eight_warps_in_the_tallest_tile():
     def warps(name: str) -> int:
         return choice_of(CASES[name].build("cpu", torch.bfloat16, 0)).forward.config.traits.warps
 
     names = ("dense, tokens 5", "dense, tokens 16, group 8", "packed, up to 16", "d160, tokens 8")
     assert [warps(name) for name in names] == [4, 8, 8, 8]
     call = CASES["packed, up to 16"].build("cpu", torch.bfloat16, 0)
-    assert choice_of(call._replace(mods=None)).forward.config.traits.warps == 4
+    texts = call.mods.texts
+    for left in (texts._replace(score=""), texts._replace(mask=""), None):
+        mods = left and call.mods._replace(texts=left)
+        assert choice_of(call._replace(mods=mods)).forward.config.traits.warps == 4
 
 
 def test_selection_and_reasons():

@@ -13,7 +13,7 @@ mask_mod reads no score, so it runs while the product S^T = K Q^T does. score_mo
 """
 
 from ..device.backward_hooks import multiple
-from ..device.dialect import Value, gl, gluon, record, zero_of_turn
+from ..device.dialect import Value, gl, gluon, record
 from ..device.softmax import LN_2
 from .decode_layouts import product_layout
 
@@ -52,9 +52,9 @@ class ScoreMods:
 
     @gluon.jit
     def row(self, traits: gl.constexpr):
-        """Rows of the tile [1, rows]. Kept from step to step, what depends on them takes 100 registers at 64 rows."""
+        """Rows of the tile [1, rows]."""
         layout: gl.constexpr = gl.SliceLayout(0, product_layout(traits.block_m, traits.warps))
-        return (self.first_row + zero_of_turn() + gl.arange(0, traits.block_m, layout))[None, :]
+        return (self.first_row + gl.arange(0, traits.block_m, layout))[None, :]
 
     @gluon.jit
     def head(self, row, traits: gl.constexpr):
