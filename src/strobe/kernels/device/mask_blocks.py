@@ -87,6 +87,18 @@ def backward_lists(problem: Problem, call: Call, size: tuple[int, int]) -> tuple
     return _kept(problem, call, ("backward", size), lambda kinds: listed(pooled(kinds, size).mT))
 
 
+def shown_lists(problem: Problem, call: Call, size: tuple[int, int], of_keys: bool = False) -> tuple[Tensor, ...]:
+    """kv_num_blocks and kv_indices of the blocks that are not empty, for blocks of `size` queries and keys. of_keys:
+    q_num_blocks and q_indices.
+    """
+
+    def made(kinds: Tensor) -> tuple[Tensor, ...]:
+        shown = (pooled(kinds, size) > 0).to(torch.int8)
+        return listed(shown.mT if of_keys else shown)[:2]
+
+    return _kept(problem, call, ("shown to keys" if of_keys else "shown", size), made)
+
+
 def pooled(kinds: Tensor, size: tuple[int, int]) -> Tensor:
     """Kinds of larger blocks. What sticks out counts for none.
 

@@ -109,14 +109,26 @@ class MaskTensors(NamedTuple):
     hooks: Any = None  # HookParams
 
 
+class BlockListParams(NamedTuple):
+    """The blocks that each tile visits: of keys for a tile of queries, or of queries for a tile of keys."""
+
+    num_blocks: Any  # int32 [B or 1, H or 1, tiles]; packed: a row for each sequence
+    indices: Any  # int32 [B or 1, H or 1, tiles, most_blocks]
+    stride_batch: Any  # of num_blocks: 0 where entries or heads share their lists
+    stride_head: Any
+    num_tiles: Any
+    most_blocks: Any
+
+
 class HookParams(NamedTuple):
-    """What the call's functions on scores read (`score_mods`)."""
+    """What the call's functions on scores read (`score_mods`), and its block lists."""
 
     score_scale: Any  # the score in natural units that a raw score of 1 stands for
     score_aux: Any
     mask_aux: Any
     gradient_aux: Any
     dropout: Any = None  # dropout.DropoutParams
+    block_lists: Any = None  # BlockListParams of the kernel's tiles
 
 
 class ShapeParams(NamedTuple):

@@ -34,7 +34,7 @@ from .forward import (
     with_key_limits,
     with_sign,
 )
-from .score_mods import ScoreMods, drop_weights, gradient_of_raw, modify_scores, sequence_index
+from .score_mods import ScoreMods, drop_weights, gradient_of_raw, list_of_tile, modify_scores, sequence_index
 
 # ---------------------------------------------------------------- delta
 
@@ -144,7 +144,15 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
         head.dout, seqlen.seqlen_q, traits.head_dim_v, strides.dout.row, BLOCK_M, traits.block_dv, traits
     )
     dk, dv = sums.dk, sums.dv
-    for m_start in tl.range(keys.m_first, keys.m_stop, BLOCK_M, num_stages=traits.stages):
+    at_begin, at_stop, listed = keys.m_first, keys.m_stop, None
+    if traits.has_block_lists:
+        listed, at_stop = list_of_tile(keys.n_start // traits.block_n, at_begin < at_stop, mods, traits)
+        at_begin = at_stop * 0
+    STEP: tl.constexpr = 1 if traits.has_block_lists else BLOCK_M
+    for at in tl.range(at_begin, at_stop, STEP, num_stages=traits.stages):
+        m_start = at
+        if traits.has_block_lists:
+            m_start = tl.load(listed + at) * BLOCK_M
         m_offsets = m_start + tl.arange(0, BLOCK_M)
         row_ok = m_offsets < keys.m_stop
         if traits.mask.documents:
@@ -281,7 +289,15 @@ def dq_of_blocks(q, do, stats, head, ids_k, strides, blocks, rows, seqlen, softm
     columns = tl.arange(0, BLOCK_N)
     d, d_v = tl.arange(0, traits.block_d), tl.arange(0, traits.block_dv)
     dq = tl.full([traits.block_m, traits.block_d], 0.0, traits.accumulator)
-    for n_start in tl.range(blocks.n_start, blocks.n_stop, BLOCK_N, num_stages=traits.stages):
+    at_begin, at_stop, listed = blocks.n_start, blocks.n_stop, None
+    if traits.has_block_lists:
+        listed, at_stop = list_of_tile(rows.m_start // traits.block_m, at_begin < at_stop, mods, traits)
+        at_begin = at_stop * 0
+    STEP: tl.constexpr = 1 if traits.has_block_lists else BLOCK_N
+    for at in tl.range(at_begin, at_stop, STEP, num_stages=traits.stages):
+        n_start = at
+        if traits.has_block_lists:
+            n_start = tl.load(listed + at) * BLOCK_N
         # S = Q K^T
         k, key_ok = load_keys(k_source, ids_k, n_start, columns, d, strides.k.row, key_stop, rows.document, traits)
         s = qk_product(q, k, softmax, traits)

@@ -36,7 +36,7 @@ from ..device.seqlen import (
 )
 from ..device.softmax import SoftmaxState, apply_softcap, finish, online_step
 from .arguments import BlockInfo, ForwardTensors, RowTile, SeqlenInfo, SoftmaxParams, WorkTile
-from .score_mods import ScoreMods, drop_weights, modify_scores, sequence_index
+from .score_mods import ScoreMods, drop_weights, list_of_tile, modify_scores, sequence_index
 
 # ---------------------------------------------------------------- where a tile lies
 
@@ -204,7 +204,15 @@ def attend(q, head, ids_k, strides, blocks, rows, seqlen, softmax, mods, traits:
     columns = tl.arange(0, BLOCK_N)
     d = tl.arange(0, traits.block_d)
     dv = tl.arange(0, traits.block_dv)
-    for n_start in tl.range(blocks.n_start, blocks.n_stop, BLOCK_N, num_stages=traits.stages):
+    at_begin, at_stop, listed = blocks.n_start, blocks.n_stop, None
+    if traits.has_block_lists:
+        listed, at_stop = list_of_tile(rows.m_start // traits.block_m, at_begin < at_stop, mods, traits)
+        at_begin = at_stop * 0
+    STEP: tl.constexpr = 1 if traits.has_block_lists else BLOCK_N
+    for at in tl.range(at_begin, at_stop, STEP, num_stages=traits.stages):
+        n_start = at
+        if traits.has_block_lists:
+            n_start = tl.load(listed + at) * BLOCK_N
         # S = Q K^T
         k, key_ok = load_keys(k_source, ids_k, n_start, columns, d, strides.k.row, key_stop, rows.document, traits)
         s = qk_product(q, k, softmax, traits)

@@ -12,10 +12,11 @@ from ...problem.call import DTYPES, Call
 from ...problem.mask import MaskStructure
 from ...problem.problem import Problem
 from ...problem.target import KIB, Target
+from ..device import mask_blocks
 from ..protocol import Backward, Buffer, Cost, Forward, Plan, attention_cost, no_triton
 from ..runtime import batch_invariant
 from ..runtime.compile_cache import Constants
-from ..runtime.hook_constants import HookConstants, function_key
+from ..runtime.hook_constants import HookConstants, ListedBlocks, function_key
 from ..runtime.mod_function import against_texts, mod_aux, mod_functions
 from .decode_config import APPEND as APPEND
 from .decode_config import DECODE as DECODE
@@ -51,6 +52,7 @@ class KernelTraits(Constants, Widths, HookConstants):
     score_mod_bwd: Any = None
     dropout: bool = False
     max_scores: bool = False
+    block_lists: ListedBlocks | None = None  # of the tile's size
     functions: tuple[str | None, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +86,7 @@ class ForwardConfig:
     traits: KernelTraits
 
     def __str__(self) -> str:
-        return _words(self.traits.tile)
+        return _words(self.traits)
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,12 @@ class BackwardConfig:
     queries: KernelTraits
 
     def __str__(self) -> str:
-        return f"dk, dv: {_words(self.keys.tile)}; dq: {_words(self.queries.tile)}"
+        return f"dk, dv: {_words(self.keys)}; dq: {_words(self.queries)}"
 
 
-def _words(tile: TileConfig) -> str:
-    loads = " TMA" if tile.tma else ""
-    return f"block_m={tile.block_m} block_n={tile.block_n} warps={tile.warps} stages={tile.stages}{loads}"
+def _words(traits: KernelTraits) -> str:
+    tile, more = traits.tile, " TMA" * traits.tile.tma + " block lists" * traits.has_block_lists
+    return f"block_m={tile.block_m} block_n={tile.block_n} warps={tile.warps} stages={tile.stages}{more}"
 
 
 def _traits(problem: Problem, tile: TileConfig) -> KernelTraits:
@@ -162,6 +164,22 @@ def backward_with_mods(
     )
 
 
+def with_block_lists(traits: KernelTraits, problem: Problem, target: Target) -> KernelTraits:
+    """Traits of a kernel whose tiles visit the blocks that the call's mask_mod shows (`device.mask_blocks`), if the
+    call has lists and tiles are whole blocks of them. Triton's interpreter does not run the kernel that makes lists.
+    """
+    size = traits.block_m, traits.block_n
+    if target.kind != "cuda" or any([side % mask_blocks.BLOCK for side in size]) or not mask_blocks.sizes_of(problem):
+        return traits
+    return replace(traits, block_lists=ListedBlocks(*size, has_full=False))
+
+
+def _lists(plan: Plan, call: Call, traits: KernelTraits, of_keys: bool = False) -> tuple[Tensor, ...] | None:
+    if traits.block_lists is None:
+        return None
+    return mask_blocks.shown_lists(plan.problem, call, (traits.block_m, traits.block_n), of_keys)
+
+
 def _aux(plan: Plan, call: Call) -> ScoreModAux:
     """What the functions of a call and its dropout read."""
     from .launch import ScoreModAux
@@ -188,7 +206,10 @@ class PortableForward:
         if problem.batch_invariant and batch_invariant.against(problem) is None:
             return invariant_config(problem, target)
         config = ForwardConfig(_traits(problem, forward_tile(problem, target)))
-        return config if problem.mods is None else forward_with_mods(config, *mod_functions(problem.mods)[:2])
+        if problem.mods is None:
+            return config
+        config = forward_with_mods(config, *mod_functions(problem.mods)[:2])
+        return ForwardConfig(with_block_lists(config.traits, problem, target))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem)
@@ -199,11 +220,11 @@ class PortableForward:
     def run(self, plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:
         from .launch import forward_launches, invariant_launch, start
 
-        start(
-            [invariant_launch(plan, call, tensors)]
-            if isinstance(plan.config, InvariantConfig)
-            else forward_launches(plan, call, tensors, _aux(plan, call))
-        )
+        if isinstance(plan.config, InvariantConfig):
+            start([invariant_launch(plan, call, tensors)])
+        else:
+            aux = _aux(plan, call)._replace(lists_of_queries=_lists(plan, call, plan.config.traits))
+            start(forward_launches(plan, call, tensors, aux))
 
 
 class PortableBackward:
@@ -225,11 +246,10 @@ class PortableBackward:
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
         config = BackwardConfig(*(_traits(problem, tile) for tile in backward_tiles(problem, target)))
-        return (
-            config
-            if problem.mods is None
-            else backward_with_mods(config, *mod_functions(problem.mods, not problem.mask.documents))
-        )
+        if problem.mods is None:
+            return config
+        config = backward_with_mods(config, *mod_functions(problem.mods, not problem.mask.documents))
+        return BackwardConfig(*(with_block_lists(one, problem, target) for one in (config.keys, config.queries)))
 
     def cost(self, problem: Problem) -> Cost:
         return attention_cost(problem, backward=True)
@@ -240,7 +260,10 @@ class PortableBackward:
     def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
         from .launch import backward_launches, start
 
-        start(backward_launches(plan, call, tensors, _aux(plan, call)))
+        of_queries = _lists(plan, call, plan.config.queries)
+        of_keys = _lists(plan, call, plan.config.keys, of_keys=True)
+        aux = _aux(plan, call)._replace(lists_of_queries=of_queries, lists_of_keys=of_keys)
+        start(backward_launches(plan, call, tensors, aux))
 
 
 FORWARD = PortableForward()

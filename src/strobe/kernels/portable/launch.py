@@ -21,6 +21,7 @@ from ..runtime import error_flags
 from ..runtime.compile_cache import hash_callees_first
 from . import backward, batch_invariant, forward
 from .arguments import (
+    BlockListParams,
     DeltaStrides,
     DeltaTensors,
     DkDvStrides,
@@ -95,6 +96,9 @@ class ScoreModAux(NamedTuple):
     gradient: tuple = ()
     dropout: DropoutParams | None = None
     max_scores: Tensor | None = None  # written
+    # counts and numbers of blocks (mask_blocks.shown_lists): for tiles of queries, and for tiles of keys
+    lists_of_queries: tuple[Tensor, ...] | None = None
+    lists_of_keys: tuple[Tensor, ...] | None = None
 
 
 def _hooks(problem: Problem, traits: Any, aux: ScoreModAux | None) -> tuple[HookParams | None, float | None]:
@@ -109,9 +113,22 @@ def _hooks(problem: Problem, traits: Any, aux: ScoreModAux | None) -> tuple[Hook
     return hooks, None if traits.score_mod is None else LOG2E
 
 
+def _with_lists(hooks: HookParams | None, traits: Any, lists: tuple[Tensor, ...] | None) -> HookParams | None:
+    """The hooks with the lists of a kernel's tiles."""
+    if traits.has_block_lists != (lists is not None):
+        raise KernelFault("block lists are in the plan's traits or in the hooks, not in both")
+    if hooks is None or lists is None:
+        return hooks
+    num_blocks, indices = lists
+    batch, heads, tiles = num_blocks.shape
+    strides = heads * tiles if batch > 1 else 0, tiles if heads > 1 else 0
+    return hooks._replace(block_lists=BlockListParams(num_blocks, indices, *strides, tiles, indices.shape[-1]))
+
+
 def forward_launches(plan: Plan, call: Call, tensors: Forward, aux: ScoreModAux | None = None) -> list[Launch]:
     traits, problem = plan.config.traits, plan.problem
     hooks, scale_log2 = _hooks(problem, traits, aux)
+    hooks = _with_lists(hooks, traits, None if aux is None else aux.lists_of_queries)
     shape = _shape(problem, traits.block_m)
     arguments = (
         ForwardTensors(
@@ -150,6 +167,8 @@ def backward_launches(plan: Plan, call: Call, t: Backward, aux: ScoreModAux | No
     """The launch of delta, then those of dk and dv, and of dq, which are independent of each other."""
     traits_k, traits_q = plan.config.keys, plan.config.queries
     hooks, scale_log2 = _hooks(plan.problem, traits_k, aux)
+    hooks_k = _with_lists(hooks, traits_k, None if aux is None else aux.lists_of_keys)
+    hooks_q = _with_lists(hooks, traits_q, None if aux is None else aux.lists_of_queries)
     problem, batch = plan.problem, entries(plan.problem)
     dout = _operand(t.dout, call)
     q, k, v, do, dq, dk, dv = (_strides(x, problem) for x in (call.q, call.k, call.v, dout, t.dq, t.dk, t.dv))
@@ -167,7 +186,7 @@ def backward_launches(plan: Plan, call: Call, t: Backward, aux: ScoreModAux | No
     shape_k, shape_q = _shape(problem, traits_k.block_n, of_keys=True), _shape(problem, traits_q.block_m)
     keys = (
         DkDvTensors(*read, t.dk, t.dv),
-        _mask_tensors(call, call.spans_k, hooks),
+        _mask_tensors(call, call.spans_k, hooks_k),
         word,
         DkDvStrides(q, k, v, do, dk, dv),
         shape_k,
@@ -177,7 +196,7 @@ def backward_launches(plan: Plan, call: Call, t: Backward, aux: ScoreModAux | No
     )
     queries = (
         DqTensors(*read, t.dq),
-        _mask_tensors(call, call.spans_q, hooks),
+        _mask_tensors(call, call.spans_q, hooks_q),
         word,
         DqStrides(q, k, v, do, dq),
         shape_q,

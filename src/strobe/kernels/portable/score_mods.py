@@ -1,4 +1,5 @@
 """Functions of a call on scores, in the portable kernels: score_mod and mask_mod, score_mod's gradient, and dropout.
+Lists of the blocks that mask_mod shows.
 
     score_mod(score, b, h, q_idx, kv_idx, aux) -> score
     mask_mod(b, h, q_idx, kv_idx, aux) -> bool
@@ -40,6 +41,19 @@ def sequence_index(batch, shape, traits: tl.constexpr):
     if traits.packed:
         batch = tl.minimum(tl.maximum(batch - 1, 0), shape.batch - 1)
     return batch
+
+
+@triton.jit
+def list_of_tile(tile, sees_any, mods, traits: tl.constexpr):
+    """(pointer to the numbers of the blocks that a tile visits, how many there are). tile: counted in the sequence.
+    sees_any: whether the built-in mask shows the tile anything.
+    """
+    lists = mods.hooks.block_lists
+    if traits.packed:  # a sequence longer than promised, whose results are NaN
+        tile = tl.minimum(tile, lists.num_tiles - 1)
+    at = mods.entry * lists.stride_batch + mods.head * lists.stride_head + tile
+    count = tl.minimum(tl.maximum(tl.load(lists.num_blocks + at), 0), lists.most_blocks)
+    return lists.indices + at.to(tl.int64) * lists.most_blocks, tl.where(sees_any, count, 0)
 
 
 @triton.jit
