@@ -101,7 +101,7 @@ def as_of_many_keys(monkeypatch):
     before, where it can.
     """
     monkeypatch.setattr(hopper, "EARLY_KEYS", 0)
-    monkeypatch.setattr(hopper, "FEW", {})
+    monkeypatch.setattr(hopper, "FEW_KEYS_TUNINGS", {})
     monkeypatch.setattr(hopper, "STORED_KEYS", {})
     monkeypatch.setattr(hopper, "CLEARED_KEYS", 0)
     monkeypatch.setattr(hopper, "DEFERRED_DQ_STEPS", dict.fromkeys(hopper.DEFERRED_DQ_STEPS, 0))

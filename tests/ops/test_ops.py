@@ -298,7 +298,7 @@ def test_q_that_is_hardly_aligned_is_not_mistaken_for_such_keys():
     for one in (ours, theirs, ours):
         assert ops.decide(one).problem == strobe.Problem.from_call(one)
         ops.run(one)  # known again by torch's guards
-        assert CACHE.lookup(DIRECT, *one.parted).problem == strobe.Problem.from_call(one)
+        assert CACHE.lookup(DIRECT, *one.tensors_and_rest).problem == strobe.Problem.from_call(one)
 
 
 @pytest.mark.parametrize("what", ("forward", "decode", "append"))
@@ -393,7 +393,7 @@ def test_a_call_is_not_mistaken_for_another_that_differs_in_one_argument(name):
         assert ops.decide(call).problem == strobe.Problem.from_call(call)
         for got, expected in zip(ops.FORWARD(*call[:-1]), fresh):
             assert got.dtype == expected.dtype and torch.equal(got, expected)
-    assert CACHE.lookup(OP, *a.parted) and CACHE.lookup(OP, *b.parted)
+    assert CACHE.lookup(OP, *a.tensors_and_rest) and CACHE.lookup(OP, *b.tensors_and_rest)
 
 
 def test_packed_calls_are_told_apart_by_their_promises_and_counts():
@@ -408,7 +408,7 @@ def test_packed_calls_are_told_apart_by_their_promises_and_counts():
         for call in (a, b, a):
             assert ops.decide(call).problem == strobe.Problem.from_call(call)
             agree(ops.FORWARD(*call[:-1])[0], reference.forward(call).out)
-        assert CACHE.lookup(OP, *a.parted) and CACHE.lookup(OP, *b.parted)
+        assert CACHE.lookup(OP, *a.tensors_and_rest) and CACHE.lookup(OP, *b.tensors_and_rest)
 
 
 def test_optional_tensors_of_any_strides_mean_the_same():

@@ -391,7 +391,7 @@ CPU = (
     ),
     Mutant(
         "scale not in the key",
-        "problem.call:Call.parted",
+        "problem.call:Call.tensors_and_rest",
         "self[:3], self[SCALARS]",
         "self[:3], (*self[3:5], *self[6 : SCALARS.stop])",
         keyed("scale"),
@@ -415,7 +415,7 @@ CPU = (
     ),
     Mutant(
         "window not in the key",
-        "problem.call:Call.parted",
+        "problem.call:Call.tensors_and_rest",
         "self[:3], self[SCALARS]",
         "self[:3], self[5 : SCALARS.stop]",
         keyed("left"),

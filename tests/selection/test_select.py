@@ -393,11 +393,11 @@ def test_calls_in_pieces_have_tiles_of_their_own(width):
             ),
         )
     ]
-    assert tunings == [hopper.PIECES[width, width]] * 3
+    assert tunings == [hopper.SHORT_RANGE_TUNINGS[width, width]] * 3
     capped = hopper.FORWARD.config(
         Problem.from_call(Call(long, long, long, left=2000, right=0, softcap=5.0)), FAKES["H200"]
     )
-    assert capped.traits.tuning == hopper.CAPPED[width, width]
+    assert capped.traits.tuning == hopper.SOFTCAP_TUNINGS[width, width]
 
 
 def test_every_constant_of_the_compiled_kernel_is_in_its_key():

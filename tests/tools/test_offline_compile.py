@@ -158,11 +158,11 @@ def test_the_hopper_forward_compiles_with_each_tiling_and_each_band():
         (tuning, *band)
         for widths, full in hopper.TUNINGS.items()
         for band in bands
-        for tuning in [(band[0] and hopper.PIECES.get(widths)) or full]
+        for tuning in [(band[0] and hopper.SHORT_RANGE_TUNINGS.get(widths)) or full]
     }
-    wanted |= {(tuning, True, True) for tuning in hopper.CAPPED.values()}
-    wanted |= {(tuning, False, True) for tuning in hopper.PIECES.values()}
-    wanted |= {(tuning, *band) for _, tuning in hopper.FEW.values() for band in bands}
+    wanted |= {(tuning, True, True) for tuning in hopper.SOFTCAP_TUNINGS.values()}
+    wanted |= {(tuning, False, True) for tuning in hopper.SHORT_RANGE_TUNINGS.values()}
+    wanted |= {(tuning, *band) for _, tuning in hopper.FEW_KEYS_TUNINGS.values() for band in bands}
     assert seen == wanted and early == hopper.EARLY
 
 
@@ -178,7 +178,7 @@ def test_the_hopper_forward_over_caches_compiles_with_each_tiling():
         assert 0 <= row["shared_bytes"] - traits.shared_bytes() < 1024, unit
         assert row["warps"] == 4 * traits.tuning.consumers + 4, unit
         seen.add(replace(traits.tuning, pack_gqa=1))
-    assert seen == {*prefill_config.TUNINGS.values(), *prefill_config.CAPPED.values()}
+    assert seen == {*prefill_config.TUNINGS.values(), *prefill_config.SOFTCAP_TUNINGS.values()}
 
 
 def test_forwards_with_the_bits_of_a_decode_multiply_as_it_does():

@@ -99,5 +99,5 @@ def _idle_kernel(*calls: Call):
     with CACHE.emptied():
         for call, choice in zip(calls, decided):
             plan = choice.forward.changed(kernel=cast(Kernel, _Idle()), buffers=())
-            CACHE.insert(OP, *call.parted, replace(choice, forward=plan))
+            CACHE.insert(OP, *call.tensors_and_rest, replace(choice, forward=plan))
         yield

@@ -305,7 +305,7 @@ def _forward_turned(call: Call, out: Tensor, lse: Tensor) -> None:
     """`_forward` for a call and an out in [B, H, S, D]. A repeated launch needs only addresses, so it skips the
     transposes.
     """
-    tensors, rest = call.parted
+    tensors, rest = call.tensors_and_rest
     choice = CACHE.lookup(TRANSPOSED, tensors, rest)
     if choice is not None and replay(choice.forward, call, out, lse):
         served[choice.forward.kernel.name] += 1

@@ -21,7 +21,7 @@ from .intervals import ALWAYS, NEVER, Interval, bounds
 from .program import BOOL, INT, Builder, Captured, Program, combined, inverted, kind_of
 from .score import _checked, refuse_options
 from .trace import MASK_INPUTS
-from .triton_functions import checked_captures, expanded, is_triton_function, mask_program, parted
+from .triton_functions import checked_captures, expanded, is_triton_function, mask_program, split_captures
 
 MOST_ELEMENTS = 1 << 22  # of a mask that is evaluated at once
 
@@ -311,7 +311,7 @@ def mask_mod(
     """
     if is_triton_function(function):
         given = checked_captures(captures)
-        return MaskMod(part=_Bound(BoundMask(mask_program(function, given, reference), *parted(given))))
+        return MaskMod(part=_Bound(BoundMask(mask_program(function, given, reference), *split_captures(given))))
     refuse_options(function, captures=captures, reference=reference)
     if hasattr(function, "kv_num_blocks") and hasattr(function, "mask_mod"):
         return MaskMod.from_block_mask(function)

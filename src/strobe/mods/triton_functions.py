@@ -81,7 +81,7 @@ class TritonScore:
         self.function, self.backward, self.reference, self.captures = function, backward, reference, captures
         self._derivatives: dict[tuple[bool, ...], Program] = {}
         traced = None if reference is None else _traced(reference, SCORE_INPUTS, captures)
-        self.tensors, self.numbers = parted(captures)
+        self.tensors, self.numbers = split_captures(captures)
         self._text = _call(function, SCORE_INPUTS, captures, traced, FLOAT).text
 
     def bind(self, gradient: bool) -> BoundScore:
@@ -133,7 +133,7 @@ def checked_captures(captures: object) -> tuple[Capture, ...]:
     return tuple(captures)
 
 
-def parted(captures: Sequence[Capture]) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+def split_captures(captures: Sequence[Capture]) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     """(tensors, numbers) of captures."""
     tensors = tuple([one for one in captures if isinstance(one, Tensor)])
     return tensors, tuple([one for one in captures if not isinstance(one, Tensor)])
@@ -163,7 +163,7 @@ def _kind(number: float) -> str:
 
 
 def _captured_kinds(captures: Sequence[Capture]) -> tuple[list[Captured], list[str]]:
-    tensors, numbers = parted(captures)
+    tensors, numbers = split_captures(captures)
     return [Captured(kind_of(t.dtype), t.dim()) for t in tensors], [_kind(one) for one in numbers]
 
 
@@ -205,7 +205,7 @@ def _traced(reference: Callable, inputs: tuple[str, ...], captures: Sequence[Cap
         function = lambda b, h, q_idx, kv_idx: reference(b, h, q_idx, kv_idx, *held)
     function.__qualname__ = getattr(reference, "__qualname__", "reference")
     now = captured(function)
-    tensors = parted(held)[0]
+    tensors = split_captures(held)[0]
     is_number = [not isinstance(one, Tensor) for one in held]
     at = {f".held.{n}": sum(is_number[:n]) for n, one in enumerate(is_number) if one}
     if any(all(one is not tensor for tensor in tensors) for one in now.tensors):

@@ -54,7 +54,7 @@ def decide(call: Call) -> Choice[Problem]:
     """The Choice for a call. On a cache miss, it validates the arguments and calls `select`."""
     if isinstance(call.q, FakeTensor):
         return _select(call)
-    tensors, rest = call.parted
+    tensors, rest = call.tensors_and_rest
     choice = CACHE.lookup(OP, tensors, rest)
     if choice is None:
         choice = _select(call)
@@ -435,11 +435,11 @@ def run(call: Call, out: Tensor | None = None, out_alone: bool = False) -> tuple
         if choice is not None and out_alone:
             return (_apply_plain(*call[:3], PlainEntry.of(call, choice)),)
     call = prepare(call) if out is None else with_needed_grad(call)  # as in torch, autocast skips ops with out=
-    if tangents(call.parted[0]):
+    if tangents(call.tensors_and_rest[0]):
         raise forward_mode()
     flops.meet_counters()
     if out is not None:
-        check_no_vmap(out, call.parted[0])
+        check_no_vmap(out, call.tensors_and_rest[0])
         if call.needs_grad or out.requires_grad:
             raise UnsupportedProblem("out= with gradients: leave out= out, or call under torch.no_grad()")
         if written_by_copy(out):
@@ -468,6 +468,6 @@ def run_keywords(q: Tensor, k: Tensor, v: Tensor, keywords: tuple, deterministic
 
 def insert_keywords(call: Call, keywords: tuple) -> None:
     """Insert the Choice of a plain call under its keywords too, for `run_keywords`."""
-    choice = None if unseen_mode_active() else CACHE.lookup(DIRECT, *call.parted)
+    choice = None if unseen_mode_active() else CACHE.lookup(DIRECT, *call.tensors_and_rest)
     if choice is not None:
         CACHE.insert(KEYWORDS, call[:3], (*keywords, call.deterministic), PlainEntry.of(call, choice))

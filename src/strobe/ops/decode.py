@@ -46,7 +46,7 @@ def decide_append(call: AppendCall) -> Choice[AppendProblem]:
 
 
 def decided(call: Any, problem_of: Callable[[Any], Any]) -> Choice:
-    tensors, rest = call.parted
+    tensors, rest = call.tensors_and_rest
     cached = not isinstance(call[0], FakeTensor)
     choice = CACHE.lookup(OP, tensors, rest) if cached else None
     if choice is None:

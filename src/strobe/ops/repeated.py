@@ -87,7 +87,7 @@ class Entry(NamedTuple):
     numbers: tuple[tuple[float, ...], tuple[float, ...]]
     watched: tuple[tuple[int, weakref.ref[Tensor], int], ...]  # position, tensor and version that gave `optionals`
     stream: int  # on which `optionals` were computed
-    rest: tuple  # Call.parted's second part
+    rest: tuple  # Call.tensors_and_rest's second part
     scattered: tuple[int, ...]  # which of the score's tensors get gradients
     is_ordered: bool  # ops.ordered_gradients computes these
 
@@ -114,7 +114,7 @@ class Entry(NamedTuple):
             (modified.score_numbers, modified.mask_numbers),
             tuple((n, weakref.ref(tensor), tensor._version) for n, tensor in masks),
             _stream_of(call.q),
-            call.parted[1],
+            call.tensors_and_rest[1],
             mods.scattered(modified.texts.gradient),
             choice.backward is not None and ordered_gradients.are_apart(choice, modified),
         )

@@ -61,7 +61,7 @@ class AppendCall(NamedTuple):
         return self[:11]
 
     @property
-    def parted(self) -> tuple[list[Tensor], tuple]:
+    def tensors_and_rest(self) -> tuple[list[Tensor], tuple]:
         """The tensors, pools early because their alignment matters, and a hashable tuple of the other fields. The tuple
         also records which optional tensors are absent.
         """

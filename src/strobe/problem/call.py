@@ -79,7 +79,7 @@ class Call(NamedTuple):
         return self.sinks, *offsets, *lengths, self.ids_q, self.ids_k, self.spans_q, self.spans_k
 
     @property
-    def parted(self) -> tuple[tuple[Tensor, ...], tuple]:
+    def tensors_and_rest(self) -> tuple[tuple[Tensor, ...], tuple]:
         """The tensors, and a hashable tuple of the other fields. The tuple also records which optional tensors are
         absent.
         """

@@ -58,7 +58,7 @@ class DecodeCall(NamedTuple):
         return self[:9]
 
     @property
-    def parted(self) -> tuple[list[Tensor], tuple]:
+    def tensors_and_rest(self) -> tuple[list[Tensor], tuple]:
         """The tensors, and a hashable tuple of the other fields. The tuple also records which optional tensors are
         absent.
         """

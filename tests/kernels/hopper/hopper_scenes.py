@@ -32,7 +32,8 @@ from tests.kernels.hopper import test_forward_hooks as forward_hooks
 from tests.kernels.hopper.hopper_cases import CAUSAL, H200, band, runs
 from tools.proof.simulate import posing
 
-MANY_KEYS = {"EARLY_KEYS": 0, "FEW": {}}  # each row sees, as far as the forward's tiles and arithmetic are concerned
+# each row sees, as far as the forward's tiles and arithmetic are concerned
+MANY_KEYS = {"EARLY_KEYS": 0, "FEW_KEYS_TUNINGS": {}}
 
 
 def _forward(

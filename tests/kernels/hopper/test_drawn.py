@@ -167,7 +167,12 @@ def run_and_judge(judge, drawn: Drawn, family: str, forward_alone: bool = False)
     call = call._replace(deterministic=drawn.deterministic, batch_invariant=drawn.batch_invariant and not forward_alone)
     name = TARGETS[family][drawn.seed % len(TARGETS[family])]
     tuned = (
-        {"EARLY_KEYS": 0, "FEW": {}, "STORED_KEYS": {}, "DEFERRED_DQ_STEPS": dict.fromkeys(hopper.DEFERRED_DQ_STEPS, 0)}
+        {
+            "EARLY_KEYS": 0,
+            "FEW_KEYS_TUNINGS": {},
+            "STORED_KEYS": {},
+            "DEFERRED_DQ_STEPS": dict.fromkeys(hopper.DEFERRED_DQ_STEPS, 0),
+        }
         if drawn.many_keys
         else {"EARLY_KEYS": hopper.EARLY_KEYS}
     )

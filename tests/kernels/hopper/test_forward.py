@@ -83,7 +83,7 @@ OF_FOUR = [name for name, case in CASES.items() if _is_usual_at_64(_traits(case)
 @pytest.mark.parametrize("name, schedule", alternating_schedules(OF_FOUR))
 def test_hopper_forward_of_four_consumers(name, schedule, monkeypatch):
     """The same of fewer keys a row, though still with early weights."""
-    monkeypatch.setattr(hopper, "FEW", {(64, 64): (float("inf"), hopper.PIECES[64, 64])})
+    monkeypatch.setattr(hopper, "FEW_KEYS_TUNINGS", {(64, 64): (float("inf"), hopper.SHORT_RANGE_TUNINGS[64, 64])})
     traits = _traits(CASES[name])
     assert traits.tuning.consumers == 4 and traits.early
     n = OF_FOUR.index(name) + 2 * SCHEDULES.index(schedule)
@@ -100,7 +100,7 @@ def as_of_few_keys(monkeypatch):
     CACHE.clear()
 
 
-AS_IT_IS = {name: getattr(hopper, name) for name in ("EARLY_KEYS", "FEW")}
+AS_IT_IS = {name: getattr(hopper, name) for name in ("EARLY_KEYS", "FEW_KEYS_TUNINGS")}
 OF_FEW = [name for name, case in CASES.items() if not _traits(case).early]
 SHORT_OF_FEW = {
     "causal",

@@ -63,8 +63,16 @@ class ForwardConfig:
 
 # (padded head dimensions) -> tiles: those that fit, then the fastest on an H200
 TUNINGS = {
-    (64, 64): Tuning(block_n=128, stages=3, consumers=3, under=False, ping_pong=True),
-    (96, 96): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=2, under=False, ping_pong=True, each=True),
+    (64, 64): Tuning(block_n=128, stages=3, consumers=3, softmax_overlaps_pv=False, ping_pong=True),
+    (96, 96): Tuning(
+        block_n=128,
+        stages=2,
+        consumers=2,
+        q_in_registers=2,
+        softmax_overlaps_pv=False,
+        ping_pong=True,
+        release_per_thread=True,
+    ),
     (128, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1),
     (192, 128): Tuning(block_n=128, stages=2, consumers=2, q_in_registers=1, half_staged=True, ping_pong=True),
     (192, 192): Tuning(block_n=64, stages=3, consumers=2, q_in_registers=1, half_staged=True, ping_pong=True),
@@ -75,25 +83,25 @@ TUNINGS = {
 # speed relative to TUNINGS (H200):
 #   d64    window of 1024: 1.045x at 16k, 0.98x at 4k; 16 documents of 16k: 1.09x
 #   d128   packed: 1.08x; window: 1.08x at 16k, 1.00x at 4k; documents: 1.02x
-PIECES = {
-    (64, 64): Tuning(block_n=64, stages=6, consumers=4, under=False, ping_pong=True),
-    (128, 128): Tuning(block_n=64, stages=4, consumers=3, half_staged=True, under=False, ping_pong=True),
+SHORT_RANGE_TUNINGS = {
+    (64, 64): Tuning(block_n=64, stages=6, consumers=4, softmax_overlaps_pv=False, ping_pong=True),
+    (128, 128): Tuning(block_n=64, stages=4, consumers=3, half_staged=True, softmax_overlaps_pv=False, ping_pong=True),
     (256, 256): Tuning(
         block_n=64, stages=2, consumers=2, half_staged=True, ping_pong=True
     ),  # with half of q in registers, documents spill
 }
 # with a softcap, because tanh takes registers
-CAPPED = {
-    (64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, under=False, ping_pong=True),
+SOFTCAP_TUNINGS = {
+    (64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, softmax_overlaps_pv=False, ping_pong=True),
     (128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1),
     (192, 128): Tuning(block_n=64, stages=4, consumers=2, half_staged=True),
-    (256, 256): PIECES[256, 256],
+    (256, 256): SHORT_RANGE_TUNINGS[256, 256],
 }
 # (below this many keys per row on average, tiles).
 # speed relative to TUNINGS (H200):
 #   d64    causal: 1.05x at 512, 1.12x at 1k, 1.05x at 4k, 1.00x at 16k; dense: 1.07x at 512, 1.01x at 4k, 0.986x at 16k
 #   d128   causal: 1.02x to 1.03x at 256 to 700, 0.98x at 1024; dense: 0.94x at 512
-FEW = {(64, 64): (4_000, PIECES[64, 64]), (128, 128): (400, CAPPED[128, 128])}
+FEW_KEYS_TUNINGS = {(64, 64): (4_000, SHORT_RANGE_TUNINGS[64, 64]), (128, 128): (400, SOFTCAP_TUNINGS[128, 128])}
 
 
 def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -103,10 +111,14 @@ def tiled(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 def tuning_of(problem: Problem) -> Tuning:
     widths = tiled(problem.head_dim, problem.head_dim_v)
-    fewest, of_few = FEW.get(widths, (0, None))
+    fewest, of_few = FEW_KEYS_TUNINGS.get(widths, (0, None))
     few = of_few if keys_a_row(problem) < fewest else None
     in_pieces = problem.packed or problem.mask.left or problem.mask.documents
-    special = CAPPED.get(widths) if problem.softcap else few or (PIECES.get(widths) if in_pieces else None)
+    special = (
+        SOFTCAP_TUNINGS.get(widths)
+        if problem.softcap
+        else few or (SHORT_RANGE_TUNINGS.get(widths) if in_pieces else None)
+    )
     return special or TUNINGS[widths]
 
 
@@ -129,8 +141,8 @@ def _against(problem: Problem) -> str | None:
 
 
 # tiles for block lists, whose blocks are multiples of 128 rows and keys as a rule: two consumers with 64 rows each
-LISTED = {
-    (64, 64): Tuning(block_n=128, stages=3, consumers=2, under=False, ping_pong=True),
+BLOCK_LIST_TUNINGS = {
+    (64, 64): Tuning(block_n=128, stages=3, consumers=2, softmax_overlaps_pv=False, ping_pong=True),
     **{widths: tuning for widths, tuning in TUNINGS.items() if tuning.consumers == 2},
 }
 
@@ -141,11 +153,11 @@ def with_64_keys(traits: ForwardTraits) -> ForwardTraits:
     Bytes spilled in tiles of 128 and of 64 keys (d128): documents 548, 0; those of strobe.testing.mods 968, 328;
     mla_rope 1,872, 212. With block lists, which skip mask_mod in full blocks: documents 0, 0; 704, 40.
     """
-    tuning = CAPPED.get((traits.block_d, traits.block_dv), traits.tuning)
+    tuning = SOFTCAP_TUNINGS.get((traits.block_d, traits.block_dv), traits.tuning)
     return replace(traits, tuning=replace(tuning, pack_gqa=traits.tuning.pack_gqa))
 
 
-LISTED_BLOCK = (128, 128)  # queries and keys of the forward's listed blocks
+LIST_BLOCK_SIZE = (128, 128)  # queries and keys of the forward's listed blocks
 
 
 def with_hooks(
@@ -170,7 +182,7 @@ def with_hooks(
     candidates = [
         replace(tuning, block_n=block_n, pack_gqa=packed)
         for packed in dict.fromkeys((pack_gqa, 1))
-        for tuning in (traits.tuning, LISTED[traits.block_d, traits.block_dv])
+        for tuning in (traits.tuning, BLOCK_LIST_TUNINGS[traits.block_d, traits.block_dv])
         for block_n in (tuning.block_n, 64)
     ]
     tuning = next((t for t in candidates if not (block_size[0] % t.block_m or block_size[1] % t.block_n)), None)
@@ -208,7 +220,7 @@ class HopperForward:
         traits = forward_traits(problem, target, tuning_of(problem), widths, early(problem))
         if problem.mods is not None:
             functions, lists = mod_functions(problem.mods), mask_blocks.sizes_of(problem)
-            size, per_head = (None, False) if lists is None else (LISTED_BLOCK, lists.heads > 1)
+            size, per_head = (None, False) if lists is None else (LIST_BLOCK_SIZE, lists.heads > 1)
             if loads_by_key(problem.mods) > (0 if lists is None else 1):
                 traits = with_64_keys(traits)
             traits = with_hooks(traits, functions.score_mod, functions.mask_mod, size, lists is not None, per_head)
@@ -232,7 +244,7 @@ class HopperForward:
             if call.mods is not None:
                 hooks = ForwardHooks(*mod_aux(plan.problem, call)[:2])
                 if plan.config.traits.has_block_lists:
-                    lists = mask_blocks.forward_lists(plan.problem, call, LISTED_BLOCK)
+                    lists = mask_blocks.forward_lists(plan.problem, call, LIST_BLOCK_SIZE)
                     hooks = hooks._replace(block_lists=BlockLists(*lists))
             run_forward(plan, call, tensors, hooks)
 

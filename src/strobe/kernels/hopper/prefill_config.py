@@ -24,9 +24,9 @@ LEAST_TILES, LONG_CAPACITY = 0.25, 4096
 # (padded head dimensions) -> tiles that leave the producer 56 registers without spills. Its copies are many, so tiles
 # of 64 keys with more queries come first: they need fewer copies for the same products.
 TUNINGS = {
-    (64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, under=False, ping_pong=True),
-    (96, 96): Tuning(block_n=64, stages=4, consumers=3, under=False, ping_pong=True),
-    (128, 128): Tuning(block_n=64, stages=4, consumers=3, half_staged=True, under=False, ping_pong=True),
+    (64, 64): Tuning(block_n=64, stages=6, consumers=3, q_in_registers=1, softmax_overlaps_pv=False, ping_pong=True),
+    (96, 96): Tuning(block_n=64, stages=4, consumers=3, softmax_overlaps_pv=False, ping_pong=True),
+    (128, 128): Tuning(block_n=64, stages=4, consumers=3, half_staged=True, softmax_overlaps_pv=False, ping_pong=True),
     (192, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1, half_staged=True, ping_pong=True),
     (192, 192): Tuning(block_n=64, stages=3, consumers=2, q_in_registers=1, half_staged=True, ping_pong=True),
     (256, 128): Tuning(block_n=64, stages=2, consumers=2, ping_pong=True),
@@ -34,7 +34,7 @@ TUNINGS = {
 }
 # with a softcap, because tanh takes registers. Tiles of 128 queries are slower (docs/lab/2026-11-28-paged-prefill.md).
 # In the other widths, tiles are the same with and without a softcap.
-CAPPED = {(128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1)}
+SOFTCAP_TUNINGS = {(128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1)}
 
 
 def as_packed(problem: PagedProblem) -> Problem:
@@ -67,7 +67,7 @@ def as_packed(problem: PagedProblem) -> Problem:
 def prefill_traits(problem: PagedProblem, target: Target) -> ForwardTraits:
     like = as_packed(problem)
     widths = next(w for w in TUNINGS if w[0] >= problem.head_dim and w[1] >= problem.head_dim_v)
-    tuning = CAPPED.get(widths, TUNINGS[widths]) if problem.softcap else TUNINGS[widths]
+    tuning = SOFTCAP_TUNINGS.get(widths, TUNINGS[widths]) if problem.softcap else TUNINGS[widths]
     cache = CacheConstants(problem.page_size if problem.paged else 0, problem.k_start)
     if problem.cache_dtype == FP8:
         cache = CacheConstants(*cache[:2], True, *problem.scales, problem.head_dim, problem.head_dim_v)

@@ -38,11 +38,11 @@ class Tuning:
     # All weights are computed under the previous product; otherwise ptxas waits for it earlier. d192 dense 8k: 690
     # TFLOP/s with, 636 without. d256 causal 16k: 687 with, 615 without. It loses where exponentials are the limit: d64
     # causal 4k 400 with, 408 without (all H200).
-    under: bool = True
+    softmax_overlaps_pv: bool = True
     ping_pong: bool = False  # consumers issue products in alternation
     # Each thread releases k and v by itself, instead of one thread after a barrier of the consumer's warps: d96 1.02x
     # to 1.03x, others 0.96x to 1.01x (H200).
-    each: bool = False
+    release_per_thread: bool = False
     # pack_gqa: query heads per tile, whose rows for one query are adjacent: one, or all that share a key head
     pack_gqa: int = 1
 
@@ -54,7 +54,7 @@ class Tuning:
     @property
     def arrivals(self) -> int:
         """Arrivals when one consumer releases a stage."""
-        return THREADS if self.each else 1
+        return THREADS if self.release_per_thread else 1
 
     @property
     def block_m(self) -> int:
@@ -124,11 +124,11 @@ class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
         """Whether the wait for P V is kept behind the softmax; with optimistic softmax, whose branch does that, it need
         not be.
         """
-        return self.tuning.under and not self.early
+        return self.tuning.softmax_overlaps_pv and not self.early
 
     @property
     def release_per_thread(self) -> bool:
-        return self.tuning.each
+        return self.tuning.release_per_thread
 
     @property
     def release_arrivals(self) -> int:

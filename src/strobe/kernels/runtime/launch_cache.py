@@ -138,7 +138,7 @@ class LaunchCache:
         """
         if unseen_mode_active():  # before the lookup: torch.compile would guard on the contents of the cache
             return None
-        tensors, rest = call.parted
+        tensors, rest = call.tensors_and_rest
         if beside:
             tensors = (*tensors, *beside)
         choice = self.lookup(DIRECT, tensors, rest)
