@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import strobe
 from strobe.kernels.device.mask_blocks import while_kept
 from strobe.kernels.runtime.launch_cache import CACHE
-from strobe.ops import builtin_masks, repeated
+from strobe.ops import builtin_masks, mods_paged, repeated
 from strobe.ops import mods as ops_mods
 from strobe.problem.call import Call
 from strobe.problem.mods import Mods, ModTexts
@@ -49,6 +49,29 @@ def test_the_dispatcher_is_called_where_something_looks_on_alone(monkeypatch):
         seen = run()
         (other,) = torch.autograd.grad(seen.sum(), slopes)
     assert torch.equal(seen, out) and torch.equal(other, gradient) and calls == ["FORWARD", "BACKWARD"]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["decode", "packed"])
+def test_a_decode_calls_the_dispatcher_where_something_looks_on_alone(packed, monkeypatch):
+    q, k, _ = _tensors()
+    slopes, calls = torch.rand(2), []
+    score = lambda s, b, h, i, j: s - slopes[h] * (i - j)
+    cache = strobe.DenseCache(k, k, torch.tensor([30], dtype=torch.int32))
+    given, offsets = {"score_mod": score}, torch.tensor([0, 3], dtype=torch.int32)
+    if packed:
+        run = lambda **more: strobe.attention_paged(q[0, :3], cache, cu_seqlens_q=offsets, **given, **more)
+    else:
+        run = lambda **more: strobe.attention_decode(q[:, :3], cache, **given, **more)
+    at, name = (mods_paged, "PAGED") if packed else (ops_mods, "DECODE")
+    op = getattr(at, name)
+    monkeypatch.setattr(at, name, lambda *fields: (calls.append(name), op(*fields))[1])
+    shift = lambda s, b, h, i, j: score(s, b, h, i + 27, j)
+    exact = dense(q[:, :3].double(), k[:, :30].double(), k[:, :30].double(), Functions(shift), builtin=strobe.causal())
+    out, into = run(), torch.empty_like(q[0, :3] if packed else q[:, :3])
+    assert (out.view(1, 3, 2, 64) - exact[0]).abs().max() < 1e-5
+    assert run(out=into) is into and torch.equal(into, out) and not calls
+    with _Passing():
+        assert torch.equal(run(), out) and calls == [name]
 
 
 def test_lists_of_blocks_end_the_launches_that_read_them():
