@@ -164,6 +164,10 @@ _SCATTERED = (
 )
 _FOUR = "what three or four consumers of few registers need of a tile between their steps: none of it within them"
 _TALL = "a function of 64 rows; with eight warps none, and 1.39 times the time (H200, a mask_mod of trees)"
+_CONVERTED = (
+    "what a producer needs of a tile, put by while its registers hold 8-bit keys: none of it within its loop over "
+    "blocks of keys"
+)
 _CAPPED = "the softcap's tanh over all scores of a tile beside o and the weights; tilings are chosen without it"
 
 # The first line that covers a kernel counts. Bytes are those of Triton 3.6.0. The tests fail if a number is too small
@@ -197,6 +201,13 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d192/128 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
     # sm_90, the Hopper decode
     Allowance("decode_kernel", "paged d128 16 tokens, score_mod", "sm_90", 8, _TALL, family="hopper.decode"),
+    Allowance("forward_kernel", "paged d128 float8 prefill", "sm_90", 164, _CONVERTED, family="hopper.decode"),
+    Allowance(
+        "forward_kernel", "paged d64 float8 prefill, pages of 1", "sm_90", 40, _CONVERTED, family="hopper.decode"
+    ),
+    Allowance("forward_kernel", "paged d96 float8 prefill, rows", "sm_90", 48, _CONVERTED, family="hopper.decode"),
+    Allowance("forward_kernel", "paged d192/128 float8 prefill", "sm_90", 140, _CONVERTED, family="hopper.decode"),
+    Allowance("forward_kernel", "paged d256 float8 prefill", "sm_90", 120, _CONVERTED, family="hopper.decode"),
     # sm_90, the Hopper backward
     Allowance("backward_kernel", "d128 group 4 documents *", "sm_90", 244, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d192/128 documents *", "sm_90", 272, _LOADER, family="hopper"),
