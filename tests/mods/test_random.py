@@ -1,14 +1,10 @@
 """Random functions of a score and of positions against dense attention in float64 that calls the same functions.
 
 A tree is decoded from bytes, so hypothesis draws one value for each and shrinks it towards a leaf. 20 trees share a
-call: head n has the score and the mask of tree n. The nightly run has 100,000 trees in parts; a part that has passed
-for the same sources is not run again, so an interrupted run goes on where it was.
+call: head n has the score and the mask of tree n. The nightly run has 100,000 trees in parts.
 """
 
 from __future__ import annotations
-
-import hashlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -209,20 +205,9 @@ def test_random_functions(drawn):
     _compare([decoded(data) for data in drawn])
 
 
-def _sources() -> str:
-    """A hash of the code that runs here."""
-    root = Path(strobe.__file__).parent
-    files = [Path(__file__), *(file for part in ("mods", "kernels/cpu", "ops") for file in (root / part).glob("*.py"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
-def test_more_random_functions(part, request):
-    done = request.config.cache.get(f"strobe/random_functions/{_sources()}", [])
-    if part in done:
-        pytest.skip("has passed for these sources")
-
+def test_more_random_functions(part):
     @seed(part)
     @settings(max_examples=OF_A_PART, deadline=None, database=None)
     @given(DRAWN)
@@ -230,7 +215,6 @@ def test_more_random_functions(part, request):
         _compare([decoded(data) for data in drawn])
 
     compared()
-    request.config.cache.set(f"strobe/random_functions/{_sources()}", [*done, part])
 
 
 def test_trees_cover_every_operation():

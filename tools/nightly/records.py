@@ -49,7 +49,8 @@ def _files(path: Path) -> Iterator[Path]:
 
 def machine() -> str:
     """The kind of this machine, such as "2 cores"."""
-    return f"{os.cpu_count()} cores"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} cores"
 
 
 def cpu_s() -> float:
