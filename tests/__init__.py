@@ -1,7 +1,7 @@
-"""NumPy and torch use one thread here and in processes that tests start, for pytest has a worker for each core. Products
-of simulated tiles take four times as long if OpenBLAS divides them among threads that have no core. Where a test asks for
-two threads, one that waits gives its core away: with OpenMP's busy waiting, tests of the CPU kernel's workers take seven
-times as long.
+"""NumPy and torch use one thread here and in processes that tests start: pytest has a worker for each core. Products of
+simulated tiles take four times as long if OpenBLAS divides them among threads that have no core. Where a test asks for
+two threads, a thread that waits leaves its core to others: OpenMP's busy waiting makes the tests of the CPU kernel's
+workers seven times as long on a busy machine.
 """
 
 import os

@@ -52,7 +52,7 @@ def test_drawn_calls(seed, dtype, workers, judge):
     judge(Draw(seed).call(dtype))
 
 
-@pytest.mark.parts(6, seed=826417291)
+@pytest.mark.parts(3, seed=826417291)
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(CAUSES)])
 def test_cases(name, workers, judge):
     judge(CASES[name].build(requires_grad=True)._replace(kernel="cpu"))
@@ -65,7 +65,7 @@ def test_decodes(name, workers):
     assert_decode_as_good_as(ops_decode.run(call), call)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_calls_of_many_tiles_take_workers(dtype, workers, judge):
     """A window, a prefix, documents and packed sequences: forward and backward are both handed over. A plain call is
     one op, which torch spreads.
