@@ -207,6 +207,7 @@ def test_torch_compile_takes_the_object():
 _MASK = _striped(reference=striped_reference)
 
 
+@pytest.mark.nightly_cases("*-hopper")  # 8 s
 @pytest.mark.parametrize(("target", "kernel"), ((A100, "portable"), (H200, "hopper")))
 def test_kernels_compile_for_gpus(target, kernel):
     q, k, v = (_draw(1, 256, heads, 64).requires_grad_() for heads in (4, 2, 2))
