@@ -452,10 +452,15 @@ SCENES = (
     *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_dq_first_writer, backward_dq_written_directly)),
     Scene("backward_noncontiguous", "sm_90", backward_noncontiguous, BACKWARD_MENDED),
     *(Scene(run.__name__, "sm_90", run, BACKWARD, ordered=True) for run in (backward_ordered, backward_dq_semaphore)),
-    *(Scene(run.__name__, "sm_90", run, BACKWARD) for run in (backward_block_lists, backward_block_lists_empty)),
+    *(
+        Scene(run.__name__, "sm_90", run, BACKWARD)
+        for run in (backward_score_mod, backward_score_mod_d64, backward_block_lists, backward_block_lists_empty)
+    ),
+    Scene("backward_block_lists_d192_128", "sm_90", backward_block_lists_d192_128, BACKWARD),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),
     Scene("decode_cluster", "sm_90", decode_cluster, CLUSTER),
     Scene("paged_splits", "sm_90", paged_splits, DECODE),
     Scene("paged_cluster", "sm_90", paged_cluster, CLUSTER),
+    *(Scene(run.__name__, "sm_90", run, PREFILL) for run in (paged_prefill, paged_prefill_lost)),
     Scene("invariant", "sm_90", invariant, INVARIANT),
 )
