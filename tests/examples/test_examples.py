@@ -69,6 +69,7 @@ def test_context_parallel_learns_on_two_processes():
     assert "2 ranks" in printed and last < 0.85 * first
 
 
+@pytest.mark.nightly
 def test_generate_reaches_the_logits_of_the_dense_path():
     printed = _run("generate")
     assert max(_numbers(r"logits within N of", printed)) < 1e-4
