@@ -59,8 +59,8 @@ def call_of(page_size: int, dtype: torch.dtype, width: int = 64, tokens: int = 1
     k, v = (torch.randn(1, keys, 2, width, generator=draw).to(FP8) for _ in range(2))
     k_scale, v_scale = torch.tensor([-2.0, 0.0]), torch.tensor([0.5, -4.0])
     lengths, offsets = (torch.tensor(values, dtype=torch.int32) for values in ((keys,), (0, tokens)))
-    wide = [(t.float() * scale[:, None]).to(dtype) for t, scale in ((k, k_scale), (v, v_scale))]
-    exact = PagedCall(q, *wide, lengths, offsets, right=0, kernel="hopper")
+    wide_k, wide_v = ((t.float() * scale[:, None]).to(dtype) for t, scale in ((k, k_scale), (v, v_scale)))
+    exact = PagedCall(q, wide_k, wide_v, lengths, offsets, right=0, kernel="hopper")
     narrow = exact._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
     if not page_size:
         return narrow, exact
