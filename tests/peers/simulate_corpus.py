@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import tests.peers.corpus_sglang  # noqa: F401  its cases
+import tests.peers.corpus_sglang
+import tests.peers.corpus_wheels  # noqa: F401  its cases
 from strobe.sim import cuda_on_cpu, simulate
 from tests.peers import tutorials
 from tests.peers.corpus import CASES, Pair, case, drawn, get, with_gradients

@@ -86,17 +86,19 @@ def skipped(test: Callable[..., Any]) -> bool:
 def calls(test: Callable[..., Any]) -> Iterator[Call]:
     """The smallest value of each parameter; then each other value, one at a time.
 
-    >>> test = pytest.mark.parametrize("M, N", [(128, 64), (64, 32)])(lambda M, N: None)
-    >>> list(calls(test))
+    >>> def test(**_): ...
+    >>> list(calls(pytest.mark.parametrize("M, N", [(128, 64), (64, 32)])(test)))
     [{'M': 64, 'N': 32}, {'M': 128, 'N': 64}]
+    >>> def test(**_): ...
+    >>> list(calls(pytest.mark.parametrize("layout", [(), pytest.param((1, 0))])(test)))
+    [{'layout': ()}, {'layout': (1, 0)}]
     """
     axes: list[list[Call]] = []
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":
             names = [n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
-            values = [getattr(value, "values", value) for value in mark.args[1]]
-            rows = [value if isinstance(value, (tuple, list)) and len(names) > 1 else (value,) for value in values]
-            rows = [row[0] if len(names) == 1 and isinstance(row[0], tuple) else row for row in rows]
+            alone = len(names) == 1  # a value may then be a tuple itself
+            rows = [getattr(value, "values", (value,) if alone else value) for value in mark.args[1]]
             named = [reduced(dict(zip(names, row, strict=True))) for row in rows]
             axes.append([one for i, one in enumerate(named) if one not in named[:i]])
     smallest = [min(axis, key=size) for axis in axes]

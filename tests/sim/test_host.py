@@ -104,6 +104,12 @@ def test_moves_between_devices_are_copies():
         assert torch.arange(3, device="cuda").sum().item() == 3
 
 
+def test_compiled_functions_run_eagerly():
+    doubled = torch.compile(lambda x: x * 2)
+    with cuda_on_cpu():
+        assert doubled(torch.ones(4, device="cuda")).tolist() == [2.0] * 4
+
+
 def test_benchmarks_run_once():
     calls = []
     with cuda_on_cpu():

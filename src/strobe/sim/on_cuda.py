@@ -27,8 +27,8 @@ def cuda_on_cpu(target: str = "sm_90", *, sms: int = 4) -> Iterator[None]:
     (True, 'cuda', (9, 0))
 
     Files written for a GPU run unedited: import them inside, and launch kernels inside `simulate` too. Every tensor
-    says that it is on "cuda:0". Moves between devices are copies. Benchmarks (triton.testing) run what they would time
-    once, and reports of performance are skipped.
+    says that it is on "cuda:0". Moves between devices are copies. Functions under torch.compile run eagerly.
+    Benchmarks (triton.testing) run what they would time once, and reports of performance are skipped.
     """
     with contextlib.ExitStack() as patches:
         patches.enter_context(answers(capability_of(target), sms, device="cuda:0"))
@@ -38,6 +38,7 @@ def cuda_on_cpu(target: str = "sm_90", *, sms: int = 4) -> Iterator[None]:
         patches.enter_context(mock.patch.object(triton.testing.Mark, "run", lambda *_, **__: None))
         if hasattr(libtriton, "nvidia"):
             patches.enter_context(mock.patch.object(libtriton.nvidia.cublas, "CublasLt", _CublasLt))
+        patches.enter_context(torch.compiler.set_stance("force_eager"))
         patches.enter_context(_OnCpu())
         patches.enter_context(_tensors_say_cuda())
         yield
