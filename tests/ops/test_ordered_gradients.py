@@ -159,7 +159,13 @@ def test_packed_sequences_in_a_graph():
     q = _draw(300, 4, 64).cuda().half().requires_grad_()
     slopes = torch.rand(2, 4, device="cuda", requires_grad=True)
     score = lambda s, b, h, q, k: s * slopes[b, h]
-    options = {"cu_seqlens_q": offsets, "max_seqlen_q": 200, "score_mod": score, "deterministic": True}
+    options = {
+        "cu_seqlens_q": offsets,
+        "max_seqlen_q": 200,
+        "max_seqlen_k": 200,
+        "score_mod": score,
+        "deterministic": True,
+    }
 
     def gradients() -> tuple[torch.Tensor, ...]:
         out = strobe.attention_varlen(q, q, q, causal=True, **options)

@@ -262,8 +262,10 @@ def test_packed_sequences_compile_for_gpus(name):
     width, score, seen, mask = COMPILED[name]
     seen = mask if seen is None else strobe.mask_mod(seen)
     tensors = [t[0] for t in _call(4096, 4096, (4, 4), width)[:3]]
-    options = {"cu_seqlens_q": torch.tensor([0, 2048, 4096], dtype=torch.int32), "max_seqlen_q": 2048}
-    options |= {"score_mod": score, "mask": seen, "kernel": "blackwell"}
+    options = {"cu_seqlens_q": torch.tensor([0, 2048, 4096], dtype=torch.int32), "kernel": "blackwell"}
+    options |= {"max_seqlen_q": 2048, "max_seqlen_k": 2048, "score_mod": score, "mask": seen}
+    with posing(B200):
+        assert ("block lists" in str(strobe.explain_varlen(*tensors, **options))) == (COMPILED[name][2] is not None)
     found = _compiled(lambda: strobe.attention_varlen(*tensors, **options))
     assert found.spill_bytes <= 64 and found.capability == 100
 
