@@ -202,10 +202,10 @@ DRAWN = st.binary(min_size=TREES * BYTES, max_size=TREES * BYTES).map(
 )
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=100, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 @given(DRAWN)
 def test_random_functions(drawn):
-    """1,000 pairs of a score and a mask."""
+    """2,000 pairs of a score and a mask."""
     _compare([decoded(data) for data in drawn])
 
 
@@ -235,14 +235,14 @@ def test_trees_differ():
 
 
 def test_trees_cover_every_operation():
-    """Of the 1,000 of each commit: a name that is never drawn would be tested by none."""
+    """Of the 2,000 of each commit: a name that is never drawn would be tested by none."""
     names: set = set()
 
     def walk(tree) -> None:
         for part in tree if isinstance(tree, tuple) else (tree,):
             walk(part) if isinstance(part, tuple) else names.add(part)
 
-    @settings(max_examples=50, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+    @settings(max_examples=100, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
     @given(DRAWN)
     def drawn_trees(drawn):
         for data in drawn:

@@ -82,7 +82,7 @@ def _equals_the_oracle(case: PagedCase, seed: int) -> None:
 
 
 @given(batches(), st.integers(0, 1000))
-@settings(max_examples=1000)
+@settings(max_examples=2000)
 def test_drawn_batches(case, seed):
     _equals_the_oracle(case, seed)
 

@@ -19,7 +19,7 @@ ON_A_GPU = 10_000 // len(paged_fuzz.FORMS) + 1
 
 @pytest.mark.parametrize("seed", range(0, 200, 20))
 def test_drawn_batches_are_those_of_the_oracle(seed):
-    """The first 200; test_paged.py draws 1,000 others."""
+    """The first 200; test_paged.py draws 2,000 others."""
     for number in range(seed, seed + 20):
         paged_fuzz.check(number)
 
