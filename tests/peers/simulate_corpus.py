@@ -408,9 +408,10 @@ def main() -> int:
                 rows.append(run(name, function, a.target, a.tolerance))
                 print(json.dumps(rows[-1]), flush=True)
     if a.results:
-        where, done = circumstances(), {row["case"] for row in rows}
+        where, key = circumstances(), lambda row: (row["case"], row["target"])
+        done = {key(row) for row in rows}
         before = a.results.read_text().splitlines() if a.append and a.results.is_file() else []
-        kept = [line + "\n" for line in before if json.loads(line)["case"] not in done]
+        kept = [line + "\n" for line in before if key(json.loads(line)) not in done]
         a.results.write_text("".join([*kept, *(json.dumps(row | where) + "\n" for row in rows)]))
     print(dict(Counter(row["outcome"] for row in rows)), sum(bool(row["reports"]) for row in rows), "with reports")
     return 0 if all(row["outcome"] == "right" and not row["reports"] for row in rows) else 1
