@@ -34,22 +34,26 @@ addEventListener("load", () => {
 </script>"""
 
 
-@pytest.fixture(scope="module")
-def state(tmp_path_factory) -> dict:
-    """What the page says after its buttons were pressed."""
+def opened(folder, width: int) -> dict:
+    """What the page says in a window of this width after its buttons were pressed."""
     if BROWSER is None:
         pytest.skip("no Chromium here")
-    path = tmp_path_factory.mktemp("page") / "run.html"
+    path = folder / "run.html"
     save(EVENTS, path, "run", "bytes: none")
     path.write_text(path.read_text().replace("<body>", "<body>" + PERFETTO))
     done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=900,700", "--virtual-time-budget=3000",
-         f"--user-data-dir={path.parent / 'profile'}", "--dump-dom", path.as_uri()],
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},700",
+         "--virtual-time-budget=3000", f"--user-data-dir={path.parent / 'profile'}", "--dump-dom", path.as_uri()],
         capture_output=True, text=True, timeout=90,
     )  # fmt: skip
     found = re.search(r"<output>(.*)</output>", done.stdout, re.DOTALL)
     assert found, done.stderr[-2000:]
     return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory) -> dict:
+    return opened(tmp_path_factory.mktemp("page"), 900)
 
 
 def test_all_of_the_run_fits_the_window_at_first(state):
@@ -72,3 +76,12 @@ def test_no_text_ends_the_script_that_holds_the_trace(tmp_path):
     held = re.search(r'<script type="application/json" id="trace">(.*?)</script>', page, re.DOTALL)[1]
     assert json.loads(held) == json.loads(chrome_trace(EVENTS, "</script>"))
     assert page.count("</script>") == 2
+
+
+@pytest.mark.nightly
+def test_a_narrow_window_begins_at_full_size(tmp_path):
+    """On a phone the fitted picture would be too small to read."""
+    state = opened(tmp_path, 500)
+    whole, main, page = state["before"]
+    assert whole == 0 and main > 2 * state["inner"] and page == state["inner"] < 720
+    assert state["after"] == [state["inner"], 0, state["inner"]]
