@@ -275,7 +275,8 @@ def test_a_repeated_step_on_a_gpu_gives_what_a_first_one_gives(kind, monkeypatch
         for _ in range(12):  # addresses repeat once the allocator has met every size
             for found, expected in zip(step(), first, strict=True):
                 torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-        assert 1 <= len(computed) <= 8
+        if kind != "prefix":  # a function that became a built-in mask with tensors: its backward goes through the op
+            assert 1 <= len(computed) <= 8
         with torch.no_grad():
             inputs[0].mul_(0.5)
         changed = step()
