@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,10 +62,16 @@ def run_tests(step: Suite, tree: str, a: argparse.Namespace) -> bool:
         | os.environ
         | ({"TRITON_INTERPRET": "1"} if step.interpreted else {})
     )
-    with log.open("a") as out, subprocess.Popen(command, stdout=out, env=environment) as process:
+    is_stopped = False
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    with (
+        log.open("a") as out,
+        subprocess.Popen(command, stdout=out, env=environment, preexec_fn=interruptible) as process,
+    ):
         try:
             code = process.wait(a.minutes and 60 * a.minutes)
         except subprocess.TimeoutExpired:
+            is_stopped = True
             process.send_signal(signal.SIGINT)  # pytest stops its workers
             try:
                 code = process.wait(60)
@@ -74,7 +81,7 @@ def run_tests(step: Suite, tree: str, a: argparse.Namespace) -> bool:
             print(f"stopped after {a.minutes} minutes; start it again to go on", file=sys.stderr)
     if code not in (0, 5):
         print(f"what pytest says is in {log}", file=sys.stderr)
-    return code in ENDED
+    return code in ENDED and not is_stopped
 
 
 def run_command(name: str, command: Sequence[str], tree: str, a: argparse.Namespace) -> bool:
