@@ -184,7 +184,7 @@ def test_packed_sequences_in_a_graph():
 
 
 def test_a_sequence_longer_than_promised_has_no_gradient():
-    """Neither do captured tensors, some of whose terms this pass does not see."""
+    """Its captured tensors have none either, because the ordered pass does not visit all rows of the sequence."""
     slopes = torch.rand(2, requires_grad=True)
     q = _draw(70, 2, 16).half().requires_grad_()
     offsets = torch.tensor([0, 10, 70], dtype=torch.int32)
