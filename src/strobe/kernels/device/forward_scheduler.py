@@ -280,7 +280,9 @@ def cached_work_tile(tile_index, num_tiles, cu_seqlens, cache, launch, errors, t
     num_keys = gl.where(inside, num_keys, OUTSIDE)
     seqlen = SeqlenInfo(offset_q, seqlen_q, index, num_keys, num_keys, 0)
     is_valid = m_block * traits.block_m < seqlen_q
-    return work_tile(is_valid, tile_index * 0, head, m_block, seqlen, None, launch, traits)
+    return work_tile(
+        is_valid, tile_index * 0, head, m_block, seqlen, index if traits.numbers_sequences else None, launch, traits
+    )
 
 
 @gluon.jit

@@ -10,7 +10,8 @@ from ...problem.mask import NO_BOUND, MaskStructure
 from ...problem.paged import PagedProblem
 from ...problem.problem import ALIGNMENT, Problem
 from ...problem.target import Target
-from ..protocol import against_mods, keys_a_row
+from ..protocol import keys_a_row
+from ..runtime.mod_function import ModFunctions, mod_functions
 from ..runtime.tile_constants import CacheConstants
 from ..runtime.tma_requirements import MOST_ROWS, entries_apart
 from .forward_config import EARLY, EARLY_KEYS, forward_traits
@@ -71,8 +72,10 @@ def prefill_traits(problem: PagedProblem, target: Target) -> ForwardTraits:
     cache = CacheConstants(problem.page_size if problem.paged else 0, problem.k_start)
     if problem.cache_dtype == FP8:
         cache = CacheConstants(*cache[:2], True, *problem.scales, problem.head_dim, problem.head_dim_v)
-    early = widths in EARLY and keys_a_row(like) >= EARLY_KEYS
-    return replace(forward_traits(like, target, tuning, widths, early), cache=cache)
+    functions = ModFunctions() if problem.mods is None else mod_functions(problem.mods)
+    early = widths in EARLY and keys_a_row(like) >= EARLY_KEYS and functions.mask_mod is None
+    traits = forward_traits(like, target, tuning, widths, early)
+    return replace(traits, cache=cache, score_mod=functions.score_mod, mask_mod=functions.mask_mod)
 
 
 def is_few(problem: PagedProblem) -> bool:
@@ -101,8 +104,6 @@ def entries_of(problem: PagedProblem) -> int:
 
 def against_prefill(problem: PagedProblem, target: Target) -> str | None:
     """Why the Hopper forward cannot run the queries, or None. The decode can run those of few tokens."""
-    if reason := against_mods(problem):
-        return reason
     if problem.out_dtype != problem.dtype:
         return f"writes out in q's dtype; a partial result of {DTYPES[problem.dtype]} is float32"
     if problem.scale <= 0:
