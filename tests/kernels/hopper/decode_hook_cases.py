@@ -37,8 +37,9 @@ def every_index(call: AnyCall) -> Functions:
 
 def tree(call: AnyCall) -> Functions:
     """Trees of drafted tokens: a token sees its ancestors, and all keys before the drafted ones."""
-    tokens = call.max_seqlen_q if isinstance(call, PagedCall) else call.q.shape[1]
-    news = call.cu_seqlens_q.diff() if isinstance(call, PagedCall) else torch.full_like(call.seqlens, tokens)
+    packed = isinstance(call, PagedCall)
+    news = call.cu_seqlens_q.diff() if packed else torch.full_like(call.seqlens, call.q.shape[1])
+    tokens = max(1, int(news.max()))
     past, most = call.seqlens.long() - news, tokens - 1
     draw = torch.Generator().manual_seed(2)
     ancestors = torch.rand(len(past), tokens, tokens, generator=draw) < 0.5

@@ -38,7 +38,7 @@ CASES = {
     "window": HookCase(PREFILLS["window"], "every index"),
     "window of both sides": HookCase(PREFILLS["window of both sides"], "mask"),
     "window softcap sinks": HookCase(PREFILLS["window softcap sinks"], "every index"),
-    "sinks without bound": HookCase(PREFILLS["sinks without bound"], "hidden by score"),
+    "sinks without bound": HookCase(replace(PREFILLS["sinks without bound"], sinks=True), "hidden by score"),
     "pages of 32": HookCase(PREFILLS["pages of 32"], "tree and score"),
     "pages of 128": HookCase(PREFILLS["pages of 128"], "row alone"),
     "pages lost": HookCase(PREFILLS["pages lost"], "every index"),
@@ -98,3 +98,86 @@ def simulated(name: str, call: PagedCall, schedule: tuple[str, int]) -> None:
 def test_as_good_as_the_oracle(n, name):
     simulated(name, CASES[name].build("cpu", DTYPES[n % 2], n), SCHEDULES[n % 3])
     assert bool(strobe.last_errors()) == bool(CASES[name].case.lost)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("counters")
+@pytest.mark.parametrize("name", ["mixed", "pages lost", "d128", "8 bits"])
+def test_under_every_schedule(name):
+    for n, schedule in enumerate(NIGHTLY):
+        simulated(name, CASES[name].build("cpu", DTYPES[n % 2], n), schedule)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+ON_HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="made for sm_90"
+    ),
+]
+
+
+@pytest.mark.parametrize("n, name", [pytest.param(n, name, marks=ON_HOPPER, id=name) for n, name in enumerate(CASES)])
+def test_on_a_gpu(n, name):
+    """Four calls at the same addresses: compiled, recorded and replayed."""
+    CACHE.clear()
+    call = CASES[name].build("cuda", DTYPES[n % 2], n)
+    choice = ops_paged.decide(call)
+    assert choice.forward.kernel.name == "hopper.paged"
+    first: Any = ops_decode.attend(call, choice)
+    judge(first, call, CASES[name].functions)
+    for _ in range(3):
+        again: Any = ops_decode.attend(call, choice)
+        assert all(torch.equal(one, other) for one, other in zip(again, first))
+    assert bool(strobe.last_errors()) == bool(CASES[name].case.lost)
+
+
+def mix_on_gpu(heads: int = 8) -> tuple[torch.Tensor, strobe.PagedCache, torch.Tensor]:
+    case = PagedCase("long", (1500, 1, 700, 333, 0, 64), 0, (heads, 2), 128, page_size=16, news=(700, 1, 16, 17, 0, 64))
+    call = case.build("cuda", torch.bfloat16, "normal", 1)
+    cache = strobe.PagedCache(call.k, call.v, call.page_table, call.seqlens)  # type: ignore[arg-type]
+    return call.q, cache, call.cu_seqlens_q
+
+
+@ON_HOPPER[0]
+@ON_HOPPER[1]
+def test_captured_values_may_change_from_call_to_call():
+    """By a tensor of its own, in place, and as a number: each replay reads what there is."""
+    q, cache, offsets = mix_on_gpu()
+
+    def run(slopes: torch.Tensor, factor: float, kernel: str = "") -> torch.Tensor:
+        score = lambda s, b, h, i, j: s * factor - slopes[h] * (i - j)
+        return strobe.attention_paged(q, cache, cu_seqlens_q=offsets, score_mod=score, kernel=kernel)
+
+    slopes = torch.rand(8, device="cuda")
+    for _ in range(3):
+        for given in (slopes, slopes.clone()):
+            for factor in (0.5, 0.75, 1.0):
+                torch.testing.assert_close(run(given, factor), run(given, factor, "portable"), rtol=2e-2, atol=2e-2)
+        slopes.mul_(3)
+
+
+@ON_HOPPER[0]
+@ON_HOPPER[1]
+def test_a_graph_replays_with_other_lengths_and_captured_values():
+    q, cache, offsets = mix_on_gpu()
+    slopes, shown = torch.rand(8, device="cuda"), torch.rand(6, 1600, device="cuda") < 0.5
+    mask = strobe.mask_mod(lambda b, h, i, j: shown[b, j] | (i == j))
+    score = strobe.score_mod(lambda s, b, h, i, j: s - slopes[h] * (i - j))
+    call = lambda kernel="": strobe.attention_paged(
+        q, cache, cu_seqlens_q=offsets, score_mod=score, mask=mask, kernel=kernel
+    )
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for news in ((700, 1, 16, 17, 0, 64), (90, 1, 40, 3, 0, 5)):
+        lengths = torch.tensor((1500, 1, 700, 333, 0, 64), dtype=torch.int32)
+        offsets.copy_(torch.tensor((0, *news), dtype=torch.int32).cumsum(0))
+        cache.seqlens.copy_(lengths)
+        slopes.mul_(2), shown.copy_(torch.rand(6, 1600, device="cuda") < 0.3)
+        graph.replay()
+        torch.testing.assert_close(out, call("portable"), rtol=2e-2, atol=2e-2)
+    assert strobe.last_errors() == []
