@@ -147,6 +147,20 @@ def test_the_portable_kernel(paged):
     assert strobe.explain_paged(q, cache, **given).problem.mods is not None
 
 
+def test_the_hopper_kernels_on_prefills_and_decodes():
+    """Two launches, with windows and a mask that combines a function with a built-in one, and into a given tensor."""
+    q, cache, offsets, _ = drawn(True, torch.float16, 64)
+    given = {"cu_seqlens_q": offsets, "window": (60, 0), **options_of()}
+    given["mask"] = given["mask"] & strobe.window(50, 3)
+    exact = strobe.attention_paged(q, cache, **given)
+    with simulated(H200) as run:
+        assert strobe.explain_paged(q, cache, **given).forward.kernel.name == "hopper.paged"
+        out = torch.empty_like(q)
+        strobe.attention_paged(q, cache, out=out, **given)
+        assert run.launches == ["forward_kernel", "decode_kernel"]
+    _agree(out, exact)
+
+
 def test_the_portable_kernel_on_a_tree():
     q, cache, offsets, lengths = tree_calls(dtype=torch.float16)
     given = {"cu_seqlens_q": offsets, "mask": tree_mask(PARENTS, lengths), "max_seqlen_q": 6}

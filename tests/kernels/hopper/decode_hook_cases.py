@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -129,6 +129,7 @@ CASES = {
     "packed, pages lost": HookCase(PAGED["pages lost"], "hidden by score"),
     "packed, left padded": HookCase(PAGED["rows left padded, window"], "every index"),
     "packed, 8 bits": HookCase(PAGED["8 bits"], "every index"),
+    "8 bits, up to 16": HookCase(replace(PAGED["up to 16"], fp8=True), "tree and score"),
 }
 
 # ---------------------------------------------------------------- the oracle

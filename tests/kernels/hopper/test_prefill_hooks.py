@@ -58,7 +58,7 @@ CASES = {
     "8 bits, pages lost": HookCase(FP8_CASES["pages lost"], "mask"),
     "8 bits, d128": HookCase(FP8_CASES["d128"], "every index"),
 }
-EACH_COMMIT = ("mixed", "pages lost", "8 bits")
+EACH_COMMIT = ("full, more tokens than keys", "window softcap sinks", "pages lost", "8 bits")
 EACH = [
     pytest.param(n, name, marks=[pytest.mark.nightly] * (name not in EACH_COMMIT), id=name)
     for n, name in enumerate(CASES)
@@ -98,6 +98,37 @@ def simulated(name: str, call: PagedCall, schedule: tuple[str, int]) -> None:
 def test_as_good_as_the_oracle(n, name):
     simulated(name, CASES[name].build("cpu", DTYPES[n % 2], n), SCHEDULES[n % 3])
     assert bool(strobe.last_errors()) == bool(CASES[name].case.lost)
+
+
+def test_selection_and_reasons():
+    def chosen(case: PagedCase, **options) -> tuple[str, str]:
+        call = HookCase(case, "every index").build("cpu", torch.bfloat16, 0, "")._replace(**options)
+        choice = choice_of(call)
+        return choice.forward.kernel.name, dict(choice.rejections).get("hopper.paged", "")
+
+    mixed = PREFILLS["mixed"]
+    assert chosen(mixed) == ("hopper.paged", "")
+    for case, options, words in (
+        (replace(mixed, page_size=4), {}, "pages of 8 keys or more"),
+        (mixed, {"partial": True}, "writes out in q's dtype"),
+        (replace(mixed, room=400), {}, "portable.paged splits keys"),
+    ):
+        name, reason = chosen(case, **options)
+        assert name == "portable.paged" and "more than 16 new tokens" in reason and words in reason
+    with pytest.raises(strobe.UnsupportedProblem, match="batch_invariant=True has no functions of scores"):
+        chosen(mixed, batch_invariant=True)
+
+
+def test_explain_names_the_functions_and_both_launches():
+    from tools.proof.simulate import posing
+
+    call = PREFILLS["mixed"].build("cpu", torch.bfloat16, kernel="")
+    cache = strobe.PagedCache(call.k, call.v, call.page_table, call.seqlens)  # type: ignore[arg-type]
+    options = {"cu_seqlens_q": call.cu_seqlens_q, "score_mod": strobe.alibi(torch.rand(4))}
+    with posing(H200):
+        text = str(strobe.explain_paged(call.q, cache, **options, mask=strobe.mask_mod(lambda b, h, i, j: j != i - 1)))
+    assert "score_mod" in text and "mask_mod" in text
+    assert "chosen    hopper.paged       block_m=" in text and "; up to 16 tokens: block_m=" in text
 
 
 @pytest.mark.nightly

@@ -83,13 +83,15 @@ class DecodeTraits(Constants, Traits, HookConstants):
 
     @property
     def warps(self) -> int:
-        """Eight where the tallest tile has two functions, or a score_mod over 8-bit keys: each thread then has half as
-        many scores. With four, these spill 124 to 296 bytes. One function over 16-bit keys spills none or 8 bytes, and
-        four warps, of which two programs fit on an SM, are faster: 0.82 ms instead of 1.14 (16 tokens with a tree as
-        mask_mod, 64 sequences of 8k, H200).
+        """Eight where the tallest tile has a score_mod over 8-bit keys: each thread then has half as many scores. Over
+        16-bit keys four warps, of which two programs fit on an SM, are faster, although two functions spill then.
+
+        Time with four warps, and with eight (H200, 16 tokens, 64 sequences of 8k):
+            a tree as mask_mod                   0.82 ms, 1.14 ms
+            a tree, and a bias as score_mod      0.757 ms, 1.08 ms
         """
         is_tallest = self.block_m == most_rows(self.head_dim, self.head_dim_v)
-        crowded = self.score_mod is not None and (self.mask_mod is not None or self.fp8)
+        crowded = self.score_mod is not None and self.fp8
         return 8 if crowded and is_tallest else 4
 
     @property
