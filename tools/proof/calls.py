@@ -12,7 +12,7 @@ import torch
 
 from strobe.mods.mask import mask_mod
 from strobe.mods.score import alibi
-from strobe.ops.mods import bind_functions
+from strobe.ops.cached_functions import bind_functions
 from strobe.problem import mask as masks
 from strobe.problem.append import AppendCall
 from strobe.problem.cache import FP8

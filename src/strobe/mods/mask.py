@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -139,7 +139,15 @@ class MaskMod(Mask):
     @property
     def whole(self) -> Any:
         """All of the mask as one part."""
-        base = Mask(self.left, self.right, self.prefix, self.key_lengths, self.documents)
+        return self._joined(self.left, self.right)
+
+    @property
+    def within_bounds(self) -> Any:
+        """All of the mask but `left` and `right`, as one part; None if there is no more."""
+        return self._joined(None, None)
+
+    def _joined(self, left: int | None, right: int | None) -> Any:
+        base = Mask(left, right, self.prefix, self.key_lengths, self.documents)
         if not any(base.structure):
             return self.part
         return _Combined("and", _Bound(_general(base)), self.part)
@@ -446,11 +454,14 @@ def _listed(counts: Tensor, indices: Tensor) -> Tensor:
 
 
 def checked_mask(mask: Mask | None) -> MaskMod | None:
-    """A mask of a call over a cache, as a function of positions: `causal` and `window` are arguments of its kernels,
-    other masks are not.
+    """A mask of a call over a cache, whose kernels know the bounds of `causal` and `window`; other built-in masks are
+    functions of positions there.
     """
     if mask is None:
         return None
     if not isinstance(mask, Mask):
         raise no_mask(mask)
-    return MaskMod.of(mask)
+    if isinstance(mask, MaskMod):
+        return mask
+    other = replace(mask, left=None, right=None)
+    return MaskMod(mask.left, mask.right, part=MaskMod.of(other).part if any(other.structure) else None)

@@ -7,7 +7,7 @@ holds all that it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from ..selection.select import Choice
 from . import attention, decode, fake, ordered_gradients
 from .attention import LIBRARY, decide, given_gradients, wants_gradients, write
 from .builtin_masks import simplified
+from .cached_functions import bind_functions
 from .fake import check_apart, check_no_vmap, check_out, copied, forward_mode, schema, written
 
 _TEXTS = "str score_mod, str score_mod_bwd, str mask_mod"
@@ -271,33 +272,8 @@ def _fake_backward(
 # ---------------------------------------------------------------- decode
 
 
-CacheCall = TypeVar("CacheCall", DecodeCall, PagedCall)
-
-
 def bind_decode(call: DecodeCall, score: object, mask: Mask | None) -> DecodeCall:
     return bind_functions(decode.prepare(call), score, mask)
-
-
-def bind_functions(call: CacheCall, score: object, mask: Mask | None) -> CacheCall:
-    """A call over a cache with a custom score, and a mask that is a function. Gradients are refused, so there is
-    none.
-    """
-    mods = Mods(ModTexts())
-    batch, heads = call.seqlens.shape[0], call.q.shape[-2] if call.q.dim() > 1 else 0
-    sizes = {"b": batch, "h": heads, "q": 0, "k": 0}  # positions are those of the cache, and lengths are on the device
-    if score is not None:
-        modification = as_score_mod(score)
-        modification.check(sizes)
-        bound = modification.bind(False)
-        mods = mods._replace(texts=ModTexts(bound.text), score_tensors=bound.tensors, score_numbers=bound.numbers)
-    if isinstance(mask, MaskMod):
-        mask.check(sizes)
-        seen = mask.whole.bind()
-        texts = mods.texts._replace(mask=seen.program.text)
-        mods = mods._replace(texts=texts, mask_tensors=seen.tensors, mask_numbers=seen.numbers)
-    call = call._replace(mods=mods)
-    check_captured(call)
-    return call
 
 
 def attend_decode(
@@ -307,6 +283,8 @@ def attend_decode(
     if score is None and mask is None:
         return decode.run(call, out, not call.partial)
     call = bind_decode(call, score, mask)
+    if call.mods is None:
+        return decode.run(call, out, not call.partial)
     choice = decode.direct(call, decode.decide, out)
     if choice is not None:
         return decode.attend(call, choice, not call.partial, out)

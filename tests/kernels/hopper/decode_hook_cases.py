@@ -12,7 +12,7 @@ from torch import Tensor
 import strobe
 from strobe import reference
 from strobe.kernels.protocol import Forward
-from strobe.ops.mods import bind_functions
+from strobe.ops.cached_functions import bind_functions
 from strobe.problem.call import Call
 from strobe.problem.paged import PagedCall
 from strobe.testing.decode import DECODES, DecodeCase
