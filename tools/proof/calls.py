@@ -292,6 +292,7 @@ def _tree(call: Any, tokens: int, score: object = None) -> Any:
 
 
 # Hopper decode: every way to address a key, each number of query rows, each width, with and without splits, functions.
+# Then prefills.
 HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     name: case for name, case in DECODES.items() if name.startswith(("d128", "d256 pages", "d64 rows"))
 } | {
@@ -343,6 +344,14 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     ),
     "paged d256 prefill": lambda: _paged(256, tokens=2048, keys=4096),
     "paged d192 prefill, window": lambda: _paged(192, tokens=2048, keys=4096, left=900),
+    "paged d128 prefill, score_mod": lambda: _alibi(_paged(128, tokens=2048, keys=4096)),
+    "paged d128 prefill, mask_mod": lambda: _tree(_paged(128, 64, tokens=2048, keys=4096), 64),
+    "paged d64 prefill, softcap, score_mod and mask_mod": lambda: _tree(
+        _paged(64, tokens=2048, keys=4096, softcap=20.0), 64, alibi(torch.ones(32))
+    ),
+    "paged d128 float8 prefill, score_mod and mask_mod": lambda: _tree(
+        _paged(128, tokens=2048, keys=4096, cache_dtype=FP8), 64, alibi(torch.ones(32))
+    ),
     "paged d256 prefill, left padded rows": lambda: _paged(
         256, 0, tokens=2048, keys=4096, k_start=torch.zeros(1, dtype=torch.int32)
     ),

@@ -31,6 +31,7 @@ LAUNCHES = ["forward_kernel", "decode_kernel"]
 CASES = {
     "mixed": HookCase(PREFILLS["mixed"], "every index"),
     "promised": HookCase(PREFILLS["promised"], "score"),
+    "promised, hidden": HookCase(PREFILLS["promised"], "hidden by score"),
     "prefill": HookCase(PREFILLS["prefill"], "tree"),
     "more tokens than keys": HookCase(PREFILLS["more tokens than keys"], "every index"),
     "full": HookCase(PREFILLS["full"], "every index"),
@@ -43,6 +44,7 @@ CASES = {
     "pages of 128": HookCase(PREFILLS["pages of 128"], "row alone"),
     "pages lost": HookCase(PREFILLS["pages lost"], "every index"),
     "pages lost first": HookCase(PREFILLS["pages lost first"], "key alone"),
+    "pages lost first, hidden": HookCase(replace(PREFILLS["pages lost first"], room=300), "hidden by score"),
     "group of 3": HookCase(PREFILLS["group of 3"], "every index"),
     "37 sequences": HookCase(PREFILLS["37 sequences"], "score"),
     "rows": HookCase(PREFILLS["rows"], "outside"),
@@ -58,7 +60,14 @@ CASES = {
     "8 bits, pages lost": HookCase(FP8_CASES["pages lost"], "mask"),
     "8 bits, d128": HookCase(FP8_CASES["d128"], "every index"),
 }
-EACH_COMMIT = ("full, more tokens than keys", "window softcap sinks", "pages lost", "8 bits")
+EACH_COMMIT = (
+    "pages lost first, hidden",
+    "full, more tokens than keys",
+    "window softcap sinks",
+    "pages lost",
+    "8 bits",
+)
+EARLY = ("promised", "promised, hidden", "pages lost first, hidden", "d128")
 EACH = [
     pytest.param(n, name, marks=[pytest.mark.nightly] * (name not in EACH_COMMIT), id=name)
     for n, name in enumerate(CASES)
@@ -98,6 +107,11 @@ def simulated(name: str, call: PagedCall, schedule: tuple[str, int]) -> None:
 def test_as_good_as_the_oracle(n, name):
     simulated(name, CASES[name].build("cpu", DTYPES[n % 2], n), SCHEDULES[n % 3])
     assert bool(strobe.last_errors()) == bool(CASES[name].case.lost)
+
+
+def test_a_score_keeps_optimistic_softmax_and_a_mask_does_not():
+    early = [choice_of(CASES[name].build("cpu", torch.bfloat16, 0)).forward.config.traits.early for name in EARLY]
+    assert early == [True, True, True, False]
 
 
 def test_selection_and_reasons():
