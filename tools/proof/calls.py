@@ -345,6 +345,7 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "paged d256 prefill": lambda: _paged(256, tokens=2048, keys=4096),
     "paged d192 prefill, window": lambda: _paged(192, tokens=2048, keys=4096, left=900),
     "paged d128 prefill, score_mod": lambda: _alibi(_paged(128, tokens=2048, keys=4096)),
+    "paged d96 prefill, score_mod": lambda: _alibi(_paged(96, tokens=2048, keys=4096)),
     "paged d128 prefill, mask_mod": lambda: _tree(_paged(128, 64, tokens=2048, keys=4096), 64),
     "paged d64 prefill, softcap, score_mod and mask_mod": lambda: _tree(
         _paged(64, tokens=2048, keys=4096, softcap=20.0), 64, alibi(torch.ones(32))

@@ -17,7 +17,7 @@ from strobe.problem.call import Call
 from strobe.problem.paged import PagedCall
 from strobe.testing.decode import DECODES, DecodeCase
 from strobe.testing.mods import Functions
-from tests.kernels.hopper.test_paged_simulated import CASES as PAGED
+from tests.kernels.hopper.paged_cases import CASES as PAGED
 from tests.kernels.score_mod_oracle import Mods, exact, judge_against
 
 AnyCall = Any  # a DecodeCall or a PagedCall
