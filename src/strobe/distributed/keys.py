@@ -151,8 +151,8 @@ def backward_into(
         dq.copy_(found[0])
         return found[1:]
     call = ops.received(call.arguments)
-    gradients = [call.k.new_empty(shape) for shape in call.gradient_shapes[1:]]
-    given = Backward(*tensors, dq, *gradients, torch.empty_like(tensors[2]))
+    dk, dv = (call.k.new_empty(shape) for shape in call.gradient_shapes[1:])
+    given = Backward(*tensors, dq, dk, dv, torch.empty_like(tensors[2]))
     ops.write_gradients(ops.decide(call), call, given)
     return given.dk, given.dv, ops.sinks_gradient(call, tensors[2], given.delta)
 
@@ -253,7 +253,8 @@ class Rows:
             rows, call = self._place(several), self.backward_call(several)
             given = dout[:, rows], out[:, rows], lse[:, :, rows].contiguous(), None
             if call.packed:
-                dk, dv, dsinks_part = backward_into(dq[0, rows], (*(t[0] for t in given[:3]), None), call)
+                packed = given[0][0], given[1][0], given[2][0], None
+                dk, dv, dsinks_part = backward_into(dq[0, rows], packed, call)
             elif pieces.rows_once and not is_one:
                 dk, dv, dsinks_part = backward_into(dq[:, rows], given, call)
             else:

@@ -84,7 +84,7 @@ class Call(NamedTuple):
         return self._replace(k=self.k[index], v=self.v[index], cu_seqlens_k=self.cu_seqlens_k[0])
 
     @property
-    def gradient_shapes(self) -> tuple[tuple[int, ...], ...]:
+    def gradient_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Shapes of dq, dk and dv."""
         keys = (self.max_seqlen_k,) if self.runs else self.k.shape[:-2]
         return tuple(self.q.shape), (*keys, *self.k.shape[-2:]), (*keys, *self.v.shape[-2:])
