@@ -152,7 +152,9 @@ def test_no_folder_has_a_circle(folder):
 def test_kernel_families_do_not_know_one_another():
     """But for the Blackwell decode, which is the Hopper decode with other products."""
     decode = [f"kernels.hopper.{name}" for name in ("cluster_reduce", "decode", "decode_arguments", "decode_config")]
-    decode += [f"kernels.hopper.{name}" for name in ("batch_invariant", "decode_layouts", "decode_loads")]
+    decode += [
+        f"kernels.hopper.{name}" for name in ("batch_invariant", "decode_hooks", "decode_layouts", "decode_loads")
+    ]
     decode += [f"kernels.hopper.{name}" for name in ("decode_store", "launch_decode")]
     for name in FILES:
         shared = decode if name.startswith("kernels.blackwell.") and "decode" in name else []

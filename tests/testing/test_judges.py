@@ -205,6 +205,12 @@ def test_a_result_below_the_smallest_normal_number_rounds_delta_by_as_much():
         assert_gradients_as_good_as(wrong, call, dout, None)
 
 
+def test_a_weight_far_below_the_sink_may_err_by_the_roundings_of_its_score():
+    case = Case("one_key", 17, 1, batch=3, head_dim=1, scale=0.5, sinks=True)
+    call = case.build("cpu", torch.float32, "negative", 1)  # a score of -63, where one rounding is 4e-6
+    assert_as_good_as(ops.run(call), call)
+
+
 def test_poison_sees_a_write_into_a_band_a_gap_and_an_input():
     def refuses(write) -> bool:
         try:

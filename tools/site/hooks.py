@@ -77,12 +77,22 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+# search ranks by words alone: lab notes are long and use every term, so they would stand before the guides
+BOOSTS = {
+    r"(lab|upstream|generated)/|blackwell_|simulator_|performance|compiled|results_tables|house": 0.1,
+    r"guides/|questions|masks|install": 3.0,
+}
+
+
 def on_page_content(html: str, **_: Any) -> str:
     """Long names in cells of tables may break behind a slash, a colon or an underscore."""
     return _CELL_CODE.sub(lambda code: re.sub(r"(/|::|_)(?=\w)", r"\1<wbr>", code[0]), html)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    for pattern, boost in BOOSTS.items():
+        if re.match(pattern, page.file.src_uri):
+            page.meta.setdefault("search", {"boost": boost})
     try:
         return rewrite(markdown, page.file.src_uri, project_url("Repository"))
     except BrokenLink as broken:

@@ -184,7 +184,7 @@ def context_parallel(
         overlap: compute the part over own keys while other keys arrive, and merge the parts in float32. This pays if
             links are slow: merging reads and writes the float32 output several times.
 
-    Returns a ContextParallel, whose `plan` makes a Plan. All processes must make it alike.
+    Returns a ContextParallel, whose `plan` makes a Plan. All processes must pass the same arguments.
     """
     for name, value, known in (("scheme", scheme, SCHEMES), ("balance", balance, BALANCES)):
         if value not in known:

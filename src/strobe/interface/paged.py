@@ -59,9 +59,9 @@ def attention_paged(
         cache: strobe.PagedCache or strobe.DenseCache of B sequences, in q's dtype or in float8_e4m3fn. Its scales are
             float32 [H_kv], or have an element for each key and head: the shape of k without its last dimension.
         cu_seqlens_q: int32 [B + 1], read on the device. Rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are the
-            last tokens of sequence b. A sequence may have none. Rows behind the last offset are padding.
+            last tokens of sequence b. A sequence may have none. Rows after the last offset are padding.
         max_seqlen_q: the most new tokens of a sequence. It selects the kernel and its tiles, so give it where it is
-            known. A sequence with more is NaN, and `last_errors` reports it. None: nothing is promised.
+            known. A sequence with more is NaN, and `last_errors` reports it. None: no bound.
         causal: with n = seqlens[b] and T_b new tokens, token i has position n - T_b + i and attends to the keys up to
             this position.
         window: (left, right), the number of keys on each side of this position, both ends included; None or a negative

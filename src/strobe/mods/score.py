@@ -211,8 +211,8 @@ def relative_bias(table: Tensor) -> ScoreMod:
     >>> table.grad.shape
     torch.Size([2, 17])
 
-    table is [H_q, 2 m + 1] or, for all heads, [2 m + 1]. Greater distances take the table's ends. It gets gradients if
-    it requires them.
+    table is [H_q, 2 m + 1] or, for all heads, [2 m + 1]. Greater distances take the table's ends. The table
+    has gradients if it requires them.
     """
     _tensor("table", table, (1, 2), "[H_q, 2 m + 1] or [2 m + 1]")
     if table.shape[-1] % 2 == 0:

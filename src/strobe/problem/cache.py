@@ -55,7 +55,7 @@ class DenseCache(NamedTuple):
     True
 
     Attributes:
-        seqlens: int32 [B], the end of each sequence's keys in its row.
+        seqlens: int32 [B], one past the last key of each sequence, counted from the start of its row.
         k_start: int32 [B], the first key of each sequence (left padding). Keys before it are masked, even if they hold
             NaN.
         k_scale, v_scale: as in PagedCache.

@@ -36,8 +36,9 @@ squares.
 F is the floor of the accumulators. Scores, exponentials and sums in float32 err too; for float32 inputs these are the
 only errors. With w = 2^-25 (2^-54 for float64), one operation errs by at most 2w. 6w allows for a few operations in a
 row. A chain of n additions of one sign errs by w sqrt(n) / 2 in the root mean square; six times that is c_n = 3w
-sqrt(n). For tensor cores see `_product_chain`. With A_ij = scale t sum_d |q||k|, a weight errs by e_ij = 6w (1 +
-|lse_i| + softcap) + c_D A_ij, and
+sqrt(n). For tensor cores see `_product_chain`. A score has three roundings beyond those of its sum: the scale, the
+scaled score, and its difference to the maximum. With A_ij = scale t sum_d |q||k|, a weight errs by e_ij = 6w (1 +
+|lse_i| + softcap) + c_{D + 3} A_ij, and
 
   F_o = sum_j P e (|V| + |O|) + c_{S_k} sum_j P |V|            F_lse = sum_j P e: it replaces the rule above if larger
   F_v = sum_i P e |dO| + c_{S_q} sum_i P |dO|
@@ -398,11 +399,11 @@ def _w(call: Call) -> float:
 
 
 def _product_chain(call: Call, n: int) -> float:
-    """c_n for scores. A GPU's tensor cores add 16 terms at a time and truncate the sum: an error of up to one ulp (4w)
-    each time, always in one direction. Without this term, a needle input with n = 256 has an lse ratio of 1.09 on an
-    H200.
+    """c_{n + 3} for scores. A GPU's tensor cores add 16 terms at a time and truncate the sum: an error of up to one ulp
+    (4w) each time, always in one direction. Without this term, a needle input with n = 256 has an lse ratio of 1.09 on
+    an H200.
     """
-    return _chain(call, n) + (4 * _w(call) * -(-n // 16) if call.q.is_cuda and call.q.dtype.itemsize == 2 else 0.0)
+    return _chain(call, n + 3) + (4 * _w(call) * -(-n // 16) if call.q.is_cuda and call.q.dtype.itemsize == 2 else 0.0)
 
 
 def _chain(call: Call, n: int) -> float:

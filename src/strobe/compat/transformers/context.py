@@ -28,7 +28,7 @@ def context_parallel(plan: Plan) -> Iterator[None]:
 
     Each layer keeps its own window and sinks. Documents and key lengths come from the plan's mask, since position_ids
     of local rows do not tell them. The block contains the backward, in which checkpointing calls layers again. Padding
-    masks, caches and chunked layers are refused. The gradients of weights are sums over processes.
+    masks, caches and chunked layers are refused. Each process has a part of each weight's gradient: sum them.
     """
     if not isinstance(plan, Plan):
         raise wrong_type("plan", plan, "a strobe.distributed.Plan", "make one with context_parallel(...).plan(...)")

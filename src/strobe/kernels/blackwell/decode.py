@@ -28,60 +28,37 @@ a second time, and the results would come back through tensor memory. The lab no
 decode", has the table.
 """
 
-from typing import Any, NamedTuple
-
-from ..device.cluster import inbox, open_inbox
 from ..device.dialect import (
-    await_launch_before,
     cp_async_wait,
     gl,
     gluon,
     mma_v2,
-    next_launch_may_start,
     partition_barrier,
     zero_of_turn,
 )
 from ..device.softmax import SoftmaxState, apply_softcap
-from ..device.split_kv import KeyRange, keys_of_tile, sequence_keys
-from ..hopper.cluster_reduce import cluster_reduce
 from ..hopper.decode import (
     PAGES,
     DecodeState,
     apply_mask,
-    load_scales,
+    decode_split,
     no_keys,
-    normalize_split,
     online_softmax,
-    page_table_of,
-    splits_of_tile,
-    tile_of_program,
     visible_to_queries,
-    write_split,
     zero_o,
 )
-from ..hopper.decode_arguments import DecodeOutputs, DecodeSmem, KeyCache, PrefetchedPages, TileRows
+from ..hopper.decode_arguments import DecodeArguments, DecodeSmem, PrefetchedPages
+from ..hopper.decode_hooks import modify_scores
 from ..hopper.decode_layouts import allocate_operand, allocate_stages, product_layout
 from ..hopper.decode_loads import (
     copy_tile,
     in_pool,
     in_split,
-    load_queries,
     page_ids,
     page_ids_of_copies,
-    prefetch_pages,
-    start_copies,
-    store_queries,
 )
 
 K_STEP: gl.constexpr = gl.constexpr(16)  # k of mma.sync; products in parts of it take the fewest registers
-
-
-class MaskedQueries(NamedTuple):
-    """What says which keys each query of a tile sees."""
-
-    tile: Any  # TileRows
-    num_keys: Any  # of the sequence
-    window: Any  # DecodeWindow
 
 
 # ---------------------------------------------------------------- products
@@ -188,23 +165,24 @@ def counted_anew(num_keys, traits: gl.constexpr):
 
 
 @gluon.jit
-def attend(smem, cache, pages, keys, queries, softmax, errors, traits: gl.constexpr):
+def attend(smem, cache, pages, keys, queries, softmax, mods, errors, traits: gl.constexpr):
     """(O^T, not yet normalized, SoftmaxState) of the split `keys`, after `start_copies`.
 
-    pages: PrefetchedPages that start_copies returned; visible: KeyRange of each query; softmax: SoftmaxScalars.
+    pages: PrefetchedPages that start_copies returned; queries: MaskedQueries; softmax: SoftmaxScalars; mods:
+    ScoreMods, or None.
     """
     begin = keys.start // traits.block_n * traits.block_n
     rows = gl.arange(0, traits.block_n, gl.SliceLayout(1, product_layout(traits.block_m, traits.warps)))
     q = queries_operand(smem.q, traits)
     state = DecodeState(pages, no_keys(traits), zero_o(traits), begin * 0)
     for n_start in range(begin, keys.stop, traits.step):
-        state = mainloop_step(n_start, rows, state, smem, q, cache, keys, queries, softmax, errors, traits)
+        state = mainloop_step(n_start, rows, state, smem, q, cache, keys, queries, softmax, mods, errors, traits)
     cp_async_wait(0)  # the groups still in flight are empty; a kernel leaves none behind
     return state.o, SoftmaxState(state.softmax.row_max, gl.sum(state.softmax.row_sum, 0))
 
 
 @gluon.jit
-def mainloop_step(n_start, rows, state, smem, q, cache, keys, queries, softmax, errors, traits: gl.constexpr):
+def mainloop_step(n_start, rows, state, smem, q, cache, keys, queries, softmax, mods, errors, traits: gl.constexpr):
     """The tile of keys n_start + rows."""
     AHEAD: gl.constexpr = traits.stages - 1
     stage, table = state.stage, cache.table
@@ -218,6 +196,10 @@ def mainloop_step(n_start, rows, state, smem, q, cache, keys, queries, softmax, 
     if traits.fp8:
         s = s * softmax.q_scale[None, :]
     s = apply_softcap(s, softmax.softcap, traits)
+    shown = 0
+    if traits.mask_mod is not None:
+        shown = mods.shown(n_start, rows, traits)
+    s = modify_scores(s, n_start, rows, shown, mods, traits)
     is_key, of_scores = in_split(n_start, rows, keys), state.pages.of_scores
     if traits.page_size > 0:
         exists = in_pool(of_scores, table)
@@ -244,48 +226,5 @@ def decode_kernel(tensors, scales, partials, errors, strides, shape, window, sof
     """tensors: DecodeTensors; scales: KeyScales; partials: Partials; strides: Strides; shape: DecodeShape; window:
     DecodeWindow; softmax_params: DecodeSoftmax (`hopper.decode_arguments`).
     """
-    # prologue: the split, and page ids in flight before its length is known
-    tile = tile_of_program(shape, traits)
-    box = 0
-    if traits.cluster:
-        box = inbox(traits.inbox_bytes)
-        open_inbox(box, traits.inbox_bytes)
-    if traits.programmatic_launch:
-        next_launch_may_start()
-        await_launch_before()
-    table = page_table_of(tensors, tile, shape, traits)
-    start = tile.split * shape.split_size
-    if traits.cluster:  # tiles in turn, so that all programs take part however short the sequence
-        start = tile.split * traits.block_n
-    if not traits.left:
-        pages = prefetch_pages(table, start, traits)
-    first_key, num_keys = sequence_keys(tensors.seqlens, tensors.k_start, tile.batch, shape.capacity, errors, traits)
-    seen = keys_of_tile(tile.block, num_keys, shape.seqlen_q, window, traits)
-    if traits.left:
-        if traits.cluster:
-            start += seen.start // traits.block_n * traits.block_n
-        start = gl.maximum(start, seen.start)
-        pages = prefetch_pages(table, start, traits)
-    splits = splits_of_tile(seen, shape, traits)
-    stop = seen.stop
-    if not traits.cluster:
-        stop = gl.minimum(tile.split * shape.split_size + shape.split_size, stop)
-    if (tile.split >= splits.start) & (tile.split < splits.stop):
-        cache = KeyCache(tensors.k, tensors.v, strides, table, tile.batch, tile.head, first_key)
-        rows = TileRows(tile.batch, tile.head, tile.block, shape.seqlen_q, shape.heads_kv, shape.seqlen_q, 0)
-        outputs = DecodeOutputs(tensors.out, tensors.lse, tensors.sinks)
-        # mainloop
-        smem = allocate_smem(tensors.k.dtype.element_ty, traits)
-        keys = KeyRange(start, stop)
-        later_pages = start_copies(smem, cache, pages, keys, traits)
-        q = load_queries(tensors.q, strides.q, rows, traits)  # behind the copies, none of which waits for them
-        k_scale, v_scale = load_scales(scales, tile.head, traits)
-        softmax = store_queries(smem.q, q, k_scale, softmax_params, traits)
-        queries = MaskedQueries(rows, num_keys, window)
-        o, state = attend(smem, cache, later_pages, keys, queries, softmax, errors, traits)
-        # epilogue
-        o, lse_log2 = normalize_split(o, state, v_scale)
-        if traits.cluster:
-            cluster_reduce(outputs, o, lse_log2, box, rows, tile.split, strides.out, traits)
-        else:
-            write_split(outputs, partials, o, lse_log2, rows, tile, splits, shape, strides.out, traits)
+    call = DecodeArguments(tensors, scales, partials, errors, strides, shape, window, softmax_params)
+    decode_split(call, allocate_smem, attend, traits)

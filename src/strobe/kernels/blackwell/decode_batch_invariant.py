@@ -19,22 +19,10 @@ the bits of a row do not depend on how many rows a tile has. Splits, masks and t
 """
 
 from ..device.dialect import cp_async_wait, gl, gluon, partition_barrier
-from ..device.seqlen import LONG_K, LONG_Q, OFFSETS_K, OFFSETS_Q, guard_offsets
 from ..device.softmax import SoftmaxState
-from ..device.split_kv import (
-    KeyRange,
-    combine_step,
-    combined_factor,
-    keys_of_tile,
-    nan_beyond_promise,
-    sequence_tile,
-)
-from ..hopper.batch_invariant import InvariantState, copy_k, copy_v, keys_seen_by_all, softmax_step
-from ..hopper.decode import no_keys, normalize_split, visible_to_queries, zero_o
-from ..hopper.decode_arguments import DecodeOutputs, KeyCache, TileRows
-from ..hopper.decode_layouts import product_layout
-from ..hopper.decode_loads import load_queries, store_queries
-from ..hopper.decode_store import as_rows, rows_of_tile, write_rows
+from ..hopper.batch_invariant import InvariantState, attend_tile, copy_k, copy_v, softmax_step
+from ..hopper.decode import no_keys, zero_o
+from ..hopper.decode_arguments import InvariantArguments
 from .decode import allocate_smem, pv_product, qk_product, queries_operand, wait_for_copies
 
 
@@ -73,55 +61,9 @@ def mainloop_step(n_start, state, smem, q, cache, keys, visible, seen_by_all, so
 
 
 @gluon.jit
-def attend_to_splits(smem, cache, tile, seen, num_keys, window, softmax, split_size, traits: gl.constexpr):
-    """(O^T [D_v, queries], LSE in log2 units) of rows that see keys of the KeyRange `seen`."""
-    layout: gl.constexpr = gl.SliceLayout(0, product_layout(traits.block_m, traits.warps))
-    base = gl.full([traits.block_m], float("-inf"), gl.float32, layout)
-    total = gl.full([traits.block_m], 0.0, gl.float32, layout)
-    o = zero_o(traits)
-    visible = visible_to_queries(tile, num_keys, window, traits)
-    seen_by_all = keys_seen_by_all(tile, num_keys, window, traits)
-    for split in range(seen.start // split_size, gl.cdiv(gl.where(seen.start < seen.stop, seen.stop, 0), split_size)):
-        start = gl.maximum(split * split_size, seen.start)
-        keys = KeyRange(start, gl.minimum(split * split_size + split_size, seen.stop))
-        partition_barrier()  # Q is there; all warps have read the stages that the next keys go to
-        part, state = attend(smem, cache, keys, visible, seen_by_all, softmax, traits)
-        part, lse_log2 = normalize_split(part, state, 1.0)
-        # O = rescale O + weight O_i
-        base, total, rescale, weight = combine_step(base, total, lse_log2)
-        o = gl.fma(o, rescale[None, :], part * weight[None, :])
-    factor, lse_log2 = combined_factor(base, total)
-    return o * factor[None, :], lse_log2
-
-
-@gluon.jit
 def invariant_kernel(tensors, cu_seqlens, errors, strides, shape, window, softmax_params, traits: gl.constexpr):
     """tensors: InvariantTensors; cu_seqlens: CuSeqlens; strides: Strides; window: WindowParams; softmax_params:
     DecodeSoftmax (`hopper.decode_arguments`); shape: `runtime.batch_invariant.InvariantShape`.
     """
-    if traits.packed:
-        if gl.program_id(0) == 0:
-            lanes = gl.arange(0, 256, gl.BlockedLayout([1], [32], [traits.warps], [0]))
-            longest_q, longest_k = window.max_seqlen_q, window.max_seqlen_k
-            guard_offsets(cu_seqlens.q, shape.batch, shape.seqlen_q, longest_q, lanes, errors, OFFSETS_Q, LONG_Q)
-            guard_offsets(cu_seqlens.k, shape.batch, shape.seqlen_k, longest_k, lanes, errors, OFFSETS_K, LONG_K)
-    work = sequence_tile(cu_seqlens, shape, traits)
-    if work.block * traits.block_m < work.queries.length * traits.group:
-        # prologue
-        q_start, tokens, num_keys = work.queries.start, work.queries.length, work.keys.length
-        q = tensors.q + q_start.to(gl.int64) * strides.q.row
-        out = tensors.out + q_start.to(gl.int64) * strides.out.row
-        outputs = DecodeOutputs(out, tensors.lse + q_start, tensors.sinks)
-        tile = TileRows(work.batch, work.head, work.block, tokens, shape.heads_kv, shape.seqlen_q, 0)
-        cache = KeyCache(tensors.k, tensors.v, strides, None, work.batch, work.head, work.keys.start)
-        seen = keys_of_tile(work.block, num_keys, tokens, window, traits)
-        smem = allocate_smem(tensors.k.dtype.element_ty, traits)
-        softmax = store_queries(smem.q, load_queries(q, strides.q, tile, traits), 1.0, softmax_params, traits)
-        # mainloop
-        o, lse_log2 = attend_to_splits(smem, cache, tile, seen, num_keys, window, softmax, shape.split_size, traits)
-        # epilogue
-        o, lse_log2 = as_rows(o, lse_log2, traits)
-        row = rows_of_tile(tile, traits.block_m, o, traits)
-        if traits.packed:
-            o, lse_log2 = nan_beyond_promise(o, lse_log2, row // traits.group, num_keys, window)
-        write_rows(outputs, o, lse_log2, tile, row, strides.out, traits)
+    call = InvariantArguments(tensors, cu_seqlens, errors, strides, shape, window, softmax_params)
+    attend_tile(call, allocate_smem, attend, traits)

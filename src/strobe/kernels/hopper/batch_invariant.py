@@ -40,7 +40,7 @@ from .decode import (
     visible_to_queries,
     zero_o,
 )
-from .decode_arguments import DecodeOutputs, DecodeSmem, KeyCache, TileRows
+from .decode_arguments import DecodeOutputs, DecodeSmem, InvariantArguments, KeyCache, MaskedQueries, TileRows
 from .decode_layouts import allocate_operand, allocate_stages, copy_layout, product_layout
 from .decode_loads import copy_rows, in_split, key_offsets, load_queries, store_queries, wait_for_copies
 from .decode_store import as_rows, rows_of_tile, write_rows
@@ -153,10 +153,53 @@ def mainloop_step(n_start, state, smem, cache, keys, visible, seen_by_all, softm
 
 
 @gluon.jit
+def allocate_smem(dtype: gl.constexpr, traits: gl.constexpr):
+    """DecodeSmem with two stages, of P too."""
+    q = allocate_operand(traits.block_m, traits.block_d, dtype)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([traits.block_m, traits.block_n], dtype)
+    p = gl.allocate_shared_memory(dtype, [2, traits.block_m, traits.block_n], p_layout)
+    k = allocate_stages(2, traits.block_d, dtype, traits)
+    return DecodeSmem(q, p, k, allocate_stages(2, traits.block_dv, dtype, traits))
+
+
+@gluon.jit
+def attend_to_splits(smem, cache, queries, seen, softmax, split_size, attend: gl.constexpr, traits: gl.constexpr):
+    """(O^T [D_v, queries], LSE in log2 units) of rows that see keys of the KeyRange `seen`."""
+    layout: gl.constexpr = gl.SliceLayout(0, product_layout(traits.block_m, traits.warps))
+    base = gl.full([traits.block_m], float("-inf"), gl.float32, layout)
+    total = gl.full([traits.block_m], 0.0, gl.float32, layout)
+    o = zero_o(traits)
+    visible = visible_to_queries(queries.tile, queries.num_keys, queries.window, traits)
+    seen_by_all = keys_seen_by_all(queries.tile, queries.num_keys, queries.window, traits)
+    for split in range(seen.start // split_size, gl.cdiv(gl.where(seen.start < seen.stop, seen.stop, 0), split_size)):
+        start = gl.maximum(split * split_size, seen.start)
+        keys = KeyRange(start, gl.minimum(split * split_size + split_size, seen.stop))
+        partition_barrier()  # Q is there; all warps have read the stages that the next keys go to
+        part, state = attend(smem, cache, keys, visible, seen_by_all, softmax, traits)
+        part, lse_log2 = normalize_split(part, state, 1.0)
+        # O = rescale O + weight O_i
+        base, total, rescale, weight = combine_step(base, total, lse_log2)
+        o = gl.fma(o, rescale[None, :], part * weight[None, :])
+    factor, lse_log2 = combined_factor(base, total)
+    return o * factor[None, :], lse_log2
+
+
+@gluon.jit
 def invariant_kernel(tensors, cu_seqlens, errors, strides, shape, window, softmax_params, traits: gl.constexpr):
     """tensors: InvariantTensors; cu_seqlens: CuSeqlens; strides: Strides; window: WindowParams; softmax_params:
     DecodeSoftmax (`decode_arguments`); shape: `runtime.batch_invariant.InvariantShape`.
     """
+    call = InvariantArguments(tensors, cu_seqlens, errors, strides, shape, window, softmax_params)
+    attend_tile(call, allocate_smem, attend, traits)
+
+
+@gluon.jit
+def attend_tile(call, allocate_smem: gl.constexpr, attend: gl.constexpr, traits: gl.constexpr):
+    """The program of a tile of rows. call: InvariantArguments; allocate_smem and attend: functions with the arguments
+    of those in this file, which contain the two products.
+    """
+    tensors, cu_seqlens, errors, strides = call.tensors, call.cu_seqlens, call.errors, call.strides
+    shape, window = call.shape, call.window
     if traits.packed:
         if gl.program_id(0) == 0:
             lanes = gl.arange(0, 256, gl.BlockedLayout([1], [32], [traits.warps], [0]))
@@ -174,44 +217,13 @@ def invariant_kernel(tensors, cu_seqlens, errors, strides, shape, window, softma
         cache = KeyCache(tensors.k, tensors.v, strides, None, work.batch, work.head, work.keys.start)
         seen = keys_of_tile(work.block, num_keys, tokens, window, traits)
         smem = allocate_smem(tensors.k.dtype.element_ty, traits)
-        softmax = store_queries(smem.q, load_queries(q, strides.q, tile, traits), 1.0, softmax_params, traits)
+        softmax = store_queries(smem.q, load_queries(q, strides.q, tile, traits), 1.0, call.softmax, traits)
         # mainloop
-        o, lse_log2 = attend_to_splits(smem, cache, tile, seen, num_keys, window, softmax, shape.split_size, traits)
+        queries = MaskedQueries(tile, num_keys, window)
+        o, lse_log2 = attend_to_splits(smem, cache, queries, seen, softmax, shape.split_size, attend, traits)
         # epilogue
         o, lse_log2 = as_rows(o, lse_log2, traits)
         row = rows_of_tile(tile, traits.block_m, o, traits)
         if traits.packed:
             o, lse_log2 = nan_beyond_promise(o, lse_log2, row // traits.group, num_keys, window)
         write_rows(outputs, o, lse_log2, tile, row, strides.out, traits)
-
-
-@gluon.jit
-def allocate_smem(dtype: gl.constexpr, traits: gl.constexpr):
-    """DecodeSmem with two stages, of P too."""
-    q = allocate_operand(traits.block_m, traits.block_d, dtype)
-    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([traits.block_m, traits.block_n], dtype)
-    p = gl.allocate_shared_memory(dtype, [2, traits.block_m, traits.block_n], p_layout)
-    k = allocate_stages(2, traits.block_d, dtype, traits)
-    return DecodeSmem(q, p, k, allocate_stages(2, traits.block_dv, dtype, traits))
-
-
-@gluon.jit
-def attend_to_splits(smem, cache, tile, seen, num_keys, window, softmax, split_size, traits: gl.constexpr):
-    """(O^T [D_v, queries], LSE in log2 units) of rows that see keys of the KeyRange `seen`."""
-    layout: gl.constexpr = gl.SliceLayout(0, product_layout(traits.block_m, traits.warps))
-    base = gl.full([traits.block_m], float("-inf"), gl.float32, layout)
-    total = gl.full([traits.block_m], 0.0, gl.float32, layout)
-    o = zero_o(traits)
-    visible = visible_to_queries(tile, num_keys, window, traits)
-    seen_by_all = keys_seen_by_all(tile, num_keys, window, traits)
-    for split in range(seen.start // split_size, gl.cdiv(gl.where(seen.start < seen.stop, seen.stop, 0), split_size)):
-        start = gl.maximum(split * split_size, seen.start)
-        keys = KeyRange(start, gl.minimum(split * split_size + split_size, seen.stop))
-        partition_barrier()  # all warps have read the stages that the next keys go to
-        part, state = attend(smem, cache, keys, visible, seen_by_all, softmax, traits)
-        part, lse_log2 = normalize_split(part, state, 1.0)
-        # O = rescale O + weight O_i
-        base, total, rescale, weight = combine_step(base, total, lse_log2)
-        o = gl.fma(o, rescale[None, :], part * weight[None, :])
-    factor, lse_log2 = combined_factor(base, total)
-    return o * factor[None, :], lse_log2

@@ -50,9 +50,11 @@ from ..device.split_kv import KeyRange, combined_factor, keys_of_tile, sequence_
 from ..runtime.error_flags import PAGES as _PAGES
 from .cluster_reduce import cluster_reduce
 from .decode_arguments import (
+    DecodeArguments,
     DecodeOutputs,
     DecodeSmem,
     KeyCache,
+    MaskedQueries,
     PackedRows,
     PageTable,
     PrefetchedPages,
@@ -151,12 +153,13 @@ def online_softmax(s, state, scale_log2, traits: gl.constexpr):
 
 
 @gluon.jit
-def attend(smem, cache, pages, keys, visible, softmax, mods, errors, traits: gl.constexpr):
+def attend(smem, cache, pages, keys, queries, softmax, mods, errors, traits: gl.constexpr):
     """(O^T, not yet normalized, SoftmaxState) of the split `keys`, after `start_copies`.
 
-    pages: PrefetchedPages that start_copies returned; visible: KeyRange of each query; softmax: SoftmaxScalars; mods:
+    pages: PrefetchedPages that start_copies returned; queries: MaskedQueries; softmax: SoftmaxScalars; mods:
     ScoreMods, or None.
     """
+    visible = visible_to_queries(queries.tile, queries.num_keys, queries.window, traits)
     begin = keys.start // traits.block_n * traits.block_n
     rows = gl.arange(0, traits.block_n, gl.SliceLayout(1, product_layout(traits.block_m, traits.warps)))
     state = DecodeState(pages, no_keys(traits), zero_o(traits), begin * 0)
@@ -245,6 +248,16 @@ def decode_kernel(tensors, scales, partials, errors, strides, shape, window, sof
     """tensors: DecodeTensors; scales: KeyScales; partials: Partials; strides: Strides; shape: DecodeShape; window:
     DecodeWindow; softmax_params: DecodeSoftmax (`decode_arguments`).
     """
+    call = DecodeArguments(tensors, scales, partials, errors, strides, shape, window, softmax_params)
+    decode_split(call, allocate_smem, attend, traits)
+
+
+@gluon.jit
+def decode_split(call, allocate_smem: gl.constexpr, attend: gl.constexpr, traits: gl.constexpr):
+    """The program of one split of a tile of rows. call: DecodeArguments; allocate_smem and attend: functions with the
+    arguments of those in this file, which contain the two products.
+    """
+    tensors, shape, window, errors = call.tensors, call.shape, call.window, call.errors
     # prologue: the split, and page ids in flight before its length is known
     tile = tile_of_program(shape, traits)
     box = 0
@@ -279,9 +292,9 @@ def decode_kernel(tensors, scales, partials, errors, strides, shape, window, sof
     if not traits.cluster:
         stop = gl.minimum(tile.split * shape.split_size + shape.split_size, stop)
     if (tile.split >= splits.start) & (tile.split < splits.stop):
-        cache = KeyCache(tensors.k, tensors.v, strides, table, tile.batch, tile.head, first_key)
+        cache = KeyCache(tensors.k, tensors.v, call.strides, table, tile.batch, tile.head, first_key)
         rows = TileRows(tile.batch, tile.head, tile.block, shape.seqlen_q, shape.heads_kv, shape.seqlen_q, 0)
-        queries = tensors.q
+        q_rows = tensors.q
         outputs = DecodeOutputs(tensors.out, tensors.lse, tensors.sinks)
         if traits.ragged:
             rows = TileRows(
@@ -294,28 +307,28 @@ def decode_kernel(tensors, scales, partials, errors, strides, shape, window, sof
                 packed.first_token,
             )
             offset = packed.offset.to(gl.int64)
-            queries = tensors.q + offset * strides.q.row
-            outputs = DecodeOutputs(tensors.out + offset * strides.out.row, tensors.lse + offset, tensors.sinks)
+            q_rows = tensors.q + offset * call.strides.q.row
+            outputs = DecodeOutputs(tensors.out + offset * call.strides.out.row, tensors.lse + offset, tensors.sinks)
         # mainloop
         smem = allocate_smem(tensors.k.dtype.element_ty, traits)
         keys = KeyRange(start, stop)
         later_pages = start_copies(smem, cache, pages, keys, traits)
-        q = load_queries(queries, strides.q, rows, traits)  # behind the copies, none of which waits for them
-        k_scale, v_scale = load_scales(scales, tile.head, traits)
-        softmax = store_queries(smem.q, q, k_scale, softmax_params, traits)
-        visible = visible_to_queries(rows, num_keys, window, traits)
+        q = load_queries(q_rows, call.strides.q, rows, traits)  # behind the copies, none of which waits for them
+        k_scale, v_scale = load_scales(call.scales, tile.head, traits)
+        softmax = store_queries(smem.q, q, k_scale, call.softmax, traits)
+        queries = MaskedQueries(rows, num_keys, window)
         mods = None
         if traits.has_mods:
             mods = ScoreMods.of_tile(rows, tile.batch, num_keys, softmax.scale_log2, tensors.hooks, traits)
         if traits.score_mod is not None:
             softmax = SoftmaxScalars(LOG2_E, softmax.softcap, softmax.q_scale)
-        o, state = attend(smem, cache, later_pages, keys, visible, softmax, mods, errors, traits)
+        o, state = attend(smem, cache, later_pages, keys, queries, softmax, mods, errors, traits)
         # epilogue
         o, lse_log2 = normalize_split(o, state, v_scale)
         if traits.cluster:
-            cluster_reduce(outputs, o, lse_log2, box, rows, tile.split, strides.out, traits)
+            cluster_reduce(outputs, o, lse_log2, box, rows, tile.split, call.strides.out, traits)
         else:
-            write_split(outputs, partials, o, lse_log2, rows, tile, splits, shape, strides.out, traits)
+            write_split(outputs, call.partials, o, lse_log2, rows, tile, splits, shape, call.strides.out, traits)
 
 
 @gluon.jit

@@ -111,6 +111,31 @@ class DecodeSoftmax(NamedTuple):
     softcap: Any
 
 
+class DecodeArguments(NamedTuple):
+    """The arguments of a decode kernel."""
+
+    tensors: DecodeTensors
+    scales: KeyScales
+    partials: Partials
+    errors: Any  # pointer to the device's error word
+    strides: Strides
+    shape: DecodeShape
+    window: DecodeWindow
+    softmax: DecodeSoftmax
+
+
+class InvariantArguments(NamedTuple):
+    """The arguments of a batch-invariant forward."""
+
+    tensors: InvariantTensors
+    cu_seqlens: CuSeqlens
+    errors: Any  # pointer to the device's error word
+    strides: Strides
+    shape: Any  # `runtime.batch_invariant.InvariantShape`
+    window: Any  # WindowParams
+    softmax: DecodeSoftmax
+
+
 class SoftmaxScalars(NamedTuple):
     """DecodeSoftmax of a key head, and the power of two by which each row of float16 q was divided. With a score_mod
     scale_log2 is log2(e): its scores are in natural units.
@@ -140,6 +165,14 @@ class TileRows(NamedTuple):
     heads_kv: Any
     lse_rows: Any  # of a head in lse
     first_token: Any  # with traits.ragged: tokens before it do not exist
+
+
+class MaskedQueries(NamedTuple):
+    """What says which keys each query of a tile sees."""
+
+    tile: TileRows
+    num_keys: Any  # of the sequence
+    window: DecodeWindow
 
 
 class PageTable(NamedTuple):
