@@ -370,9 +370,7 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
 
 # Blackwell decode: as the Hopper decode, without packed queries, batch_invariant and functions.
 BLACKWELL_DECODES = {
-    name: case
-    for name, case in HOPPER_DECODES.items()
-    if not name.startswith("paged") and "invariant" not in name and "_mod" not in name
+    name: case for name, case in HOPPER_DECODES.items() if not name.startswith("paged") and "invariant" not in name
 } | {
     "d128 rows, 16 tokens, window sinks softcap": lambda: _decode(
         128, tokens=16, left=900, sinks=torch.zeros(32), softcap=20.0

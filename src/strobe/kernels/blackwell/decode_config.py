@@ -7,6 +7,7 @@ has as much shared memory, and two programs fit as well.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from ...problem.problem import Problem
 from ...problem.target import KIB, Target
 from ..hopper.decode_config import CAPABILITY as HOPPER
 from ..hopper.decode_config import DecodeConfig, DecodeTraits, HopperDecode, traits_of
-from ..protocol import Forward, Plan, against_mods
+from ..protocol import Forward, Plan
 from ..runtime.batch_invariant import as_decode
 
 CAPABILITIES = (100, 103)
@@ -27,6 +28,13 @@ INVARIANT_ROWS = 32
 class BlackwellDecodeConfig(DecodeConfig):
     def __str__(self) -> str:
         return f"{super().__str__()}; has not run on a Blackwell GPU"
+
+
+@dataclass(frozen=True)
+class BlackwellDecodeTraits(DecodeTraits):
+    @property
+    def warps(self) -> int:
+        return 4  # the fragments of mma.sync are those of wgmma for four warps, which share the rows
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,11 @@ def invariant_config(problem: Problem) -> BlackwellInvariantConfig:
     most = INVARIANT_ROWS if max(traits.block_d, traits.block_dv) <= 128 else INVARIANT_ROWS // 2
     # the last two are unused here
     traits = replace(traits, stages=2, block_m=min(traits.block_m, most), partial_rows=0, same_strides=False)
-    known = {f.name: getattr(traits, f.name) for f in fields(traits) if f.init}
-    return BlackwellInvariantConfig(BlackwellInvariantTraits(**known, packed=problem.packed))
+    return BlackwellInvariantConfig(BlackwellInvariantTraits(**_values(traits), packed=problem.packed))
+
+
+def _values(traits: DecodeTraits) -> dict[str, Any]:
+    return {f.name: getattr(traits, f.name) for f in fields(traits) if f.init}
 
 
 class BlackwellDecode(HopperDecode):
@@ -63,14 +74,13 @@ class BlackwellDecode(HopperDecode):
     def why_not(self, problem: DecodeProblem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability not in CAPABILITIES:
             return f"made for sm_{' and sm_'.join(map(str, CAPABILITIES))}; this target is {target.words}"
-        if reason := against_mods(problem):
-            return reason
         # its loads, splits and merge are the Hopper decode's, and have the same limits
         return super().why_not(problem, replace(target, capability=HOPPER))
 
     def config(self, problem: DecodeProblem, target: Target) -> BlackwellDecodeConfig:
         chosen = super().config(problem, target)
-        return BlackwellDecodeConfig(chosen.traits, chosen.n_splits, chosen.split_size)
+        traits = BlackwellDecodeTraits(**_values(chosen.traits))
+        return BlackwellDecodeConfig(traits, chosen.n_splits, chosen.split_size)
 
     def run(self, plan: Plan, call: DecodeCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:
         from .launch_decode import run_decode

@@ -45,7 +45,10 @@ def partials_of(plan: Plan, workspace: dict[str, Tensor], device: torch.device) 
     return Partials(workspace["partials"], zeros_on(device, tiles))
 
 
-def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor]) -> None:
+def run_decode(
+    plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], kernel: Any = decode.decode_kernel
+) -> None:
+    """Launch a decode. `kernel` takes the arguments of decode_kernel."""
     partials = partials_of(plan, workspace, call.q.device)
     word = error_flags.word(call.q.device)
     hooks, read = hooks_of(plan, call)
@@ -54,7 +57,9 @@ def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Te
     )
     moving = (*tensors[:-1], call.k_scale, call.v_scale, *partials, word, *read.tensors)
     key = (t.out.stride(), *read.kinds)
-    launch = launcher.start(plan, key, moving, lambda: decode_launch(plan, call, tensors, partials, word))
+    launch = launcher.start(
+        plan, key, moving, lambda: decode_launch(plan, call, tensors, partials, word)._replace(kernel=kernel)
+    )
     insert_launch(plan, call, t, workspace, launch)
 
 
