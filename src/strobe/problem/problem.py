@@ -59,6 +59,11 @@ class Problem:
     def packed(self) -> bool:
         return isinstance(self.layout, Packed)
 
+    @property
+    def runs(self) -> bool:
+        """Whether it has packed runs of queries over shared keys."""
+        return isinstance(self.layout, Packed) and self.layout.runs
+
     @cached_property
     def out_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of out and lse."""
@@ -161,11 +166,12 @@ class Problem:
         )  # fmt: skip
         if isinstance(layout, Packed):
             longest = [NO_BOUND if n is None else n for n in (layout.max_seqlen_q, layout.max_seqlen_k)]
+            count = layout.batch + 1
             return call._replace(
-                cu_seqlens_q=zeros(layout.batch + 1),
-                cu_seqlens_k=zeros(layout.batch + 1),
+                cu_seqlens_q=zeros(count),
+                cu_seqlens_k=zeros(2, count) if layout.runs else zeros(count),
                 max_seqlen_q=longest[0],
-                max_seqlen_k=longest[1],
+                max_seqlen_k=layout.total_k if layout.runs else longest[1],
             )
         keys = zeros(layout.batch) + layout.seqlen_k
         call = call._replace(
