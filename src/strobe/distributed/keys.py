@@ -179,8 +179,10 @@ class Rows:
 
     def together(self, pieces: tuple[Piece, ...]) -> list[tuple[Piece, ...]]:
         """The pieces of each launch."""
-        if self.pieces.rows_once and runs_pay(self.q) and are_runs(pieces, self.plan.own_rows, self.plan.mask):
-            return [pieces]
+        if len(pieces) > 1 and self.pieces.rows_once and runs_pay(self.q):
+            plan = self.plan
+            if plan.keep(("are runs", pieces), lambda: are_runs(pieces, plan.own_rows, plan.mask)):
+                return [pieces]
         return [(piece,) for piece in pieces]
 
     def _arriving(self) -> Iterator[tuple[Piece, ...]]:
