@@ -226,13 +226,14 @@ def rows_apart(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _texts(call: Call) -> ModTexts | None:
-    """The functions of a call. With deterministic gradients, those of captured tensors are computed apart
-    (`ops.ordered_gradients`), except in float64, in which only the CPU kernel has functions.
+    """The functions of a call. With deterministic gradients, those of captured tensors are exact sums, or are computed
+    apart if these have no room (`ops.ordered_gradients`). In float64 only the CPU kernel has functions, which adds in a
+    fixed order.
     """
-    if call.mods is None:
-        return None
-    texts = call.mods.texts
-    return texts.without_additions if call.deterministic and call.q.dtype.itemsize <= 4 else texts
+    mods = call.mods
+    if mods is None or not call.deterministic or call.q.dtype.itemsize > 4 or not mods.texts.scattered:
+        return None if mods is None else mods.texts
+    return mods.texts._replace(exact_sums=True) if mods.has_room_for_exact_sums else mods.texts.without_additions
 
 
 def _alignment(tensor: Tensor) -> int:
