@@ -70,12 +70,13 @@ def block_lists(
 
 def _checked(name: str, counts: Tensor | None, indices: Tensor | None, blocks: int | None) -> tuple[Tensor, Tensor]:
     """[B, H, M] and [B, H, M, K]."""
+    if not isinstance(counts, Tensor):
+        raise wrong_type(f"{name}_num_blocks", counts, "a tensor of integers", "pass counts and numbers of blocks")
+    if not isinstance(indices, Tensor):
+        raise wrong_type(f"{name}_indices", indices, "a tensor of integers", "pass counts and numbers of blocks")
     for argument, given in ((f"{name}_num_blocks", counts), (f"{name}_indices", indices)):
-        if not isinstance(given, Tensor):
-            raise wrong_type(argument, given, "a tensor of integers", "pass counts and numbers of blocks, both")
         if given.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8):
             raise InvalidProblem(argument, given.dtype, "int32 or int64", "convert it: .to(torch.int32)")
-    assert counts is not None and indices is not None
     if not 1 <= counts.dim() <= 3 or indices.shape[:-1] != counts.shape:
         got = f"shape {list(indices.shape)} for {name}_num_blocks of shape {list(counts.shape)}"
         raise InvalidProblem(f"{name}_indices", got, "[B, H_q, M, K] for [B, H_q, M]", "list blocks for each count")
