@@ -222,7 +222,12 @@ def _computed(
     out, lse, dout = results
     fields: tuple = (*inputs, *entry.scalars, *optionals, *entry.longest)
     if entry.texts is None:
-        return attention.gradients_of(Call(*fields), (dout, out, lse)), ()
+        call = Call(*fields)
+        choice = None if torch.is_grad_enabled() else CACHE.direct_choice(call, attention.decide, dout, out, lse)
+        if choice is None:
+            return attention.gradients_of(call, (dout, out, lse)), ()
+        computed = attention.given_gradients(call, choice, (dout, out, lse, None))
+        return (computed.dq, computed.dk, computed.dv), ()
     read = [captured[n] for n in (*entry.score_at, *entry.mask_at)]
     counts, constants = (len(entry.score_at), len(entry.mask_at)), (*entry.texts, *entry.numbers, 0.0)
     found, of_captured = mods.gradients_of(counts, constants, (dout, out, lse, None), (*read, None, *fields))
