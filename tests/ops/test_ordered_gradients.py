@@ -4,6 +4,8 @@ sums, and the second pass for tensors that are too large for them.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -94,6 +96,25 @@ def test_equal_bits_in_any_order(name, target, monkeypatch):
     first, second = (_gradients(name, target, seed) for seed in (1, 2))
     assert all(torch.equal(one, other) for one, other in zip(first, second))
     for got, exact in zip(first, _gradients(name)):
+        assert ((got.float() - exact).norm() / exact.norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize("target", (A100, pytest.param(H200, marks=pytest.mark.nightly)))
+def test_elements_with_one_addition_need_no_sums(target, second_pass):
+    """A bias for each score is as large as the scores, and has no second pass."""
+    second_pass.delattr(ordered_gradients, "_add")
+
+    def gradients(dtype, seed=0):
+        bias = _draw(4, 40, 50, seed=5).requires_grad_()
+        q, k = (_draw(1, n, 4, 16, seed=n).half().to(dtype).requires_grad_() for n in (40, 50))
+        run = lambda: strobe.attention(q, k, k, score_mod=strobe.bias(bias), causal=True, deterministic=True)
+        with on(target, "random", seed) if dtype == torch.float16 else nullcontext():
+            out = run()
+            return torch.autograd.grad(out, (q, k, bias), _draw(*out.shape, seed=7).half().to(dtype))
+
+    found = gradients(torch.float16, 1)
+    assert all(map(torch.equal, found, gradients(torch.float16, 2)))
+    for got, exact in zip(found, gradients(torch.float32)):
         assert ((got.float() - exact).norm() / exact.norm()).item() < 4e-3
 
 

@@ -73,9 +73,9 @@ def bind(
     )
     dropped = (0.0, None) if dropout is None else (dropout.p, dropout.seed_on(call.q.device))
     mods = Mods(texts, bound.tensors, seen.tensors, bound.numbers, seen.numbers, *dropped)
-    if call.deterministic:
-        ordered_gradients.check(mods)
     call = Call._make((*call[:_NEEDS_GRAD], needs_grad, *call[_NEEDS_GRAD + 1 : -1], mods))
+    if call.deterministic:
+        ordered_gradients.check(call)
     check_captured(call)  # here, since the dispatcher would take a list with a tensor of another device elsewhere
     return call
 

@@ -1,7 +1,8 @@
 """Gradients of captured tensors with `deterministic=True` on GPUs.
 
 The kernels add to gradients of captured tensors by atomics, in the order in which programs finish. With
-`deterministic=True` they add to integers (`mods.exact_sums`), for which the order does not matter.
+`deterministic=True` they add to integers (`mods.exact_sums`), for which the order does not matter, unless an element
+gets one addition at most (`mods.one_addition`).
 
 Of large tensors these integers would take much memory. Then the kernels get the score's gradient without additions. A
 second pass, in torch operations, computes the gradient of the scores again for a block of batch entries and rows at a
@@ -27,24 +28,27 @@ from ..mods import exact_sums
 from ..mods.dropout import kept
 from ..mods.evaluate import evaluate, inside
 from ..mods.mask import MaskMod
+from ..mods.one_addition import has_one_addition
 from ..mods.program import Program
 from ..mods.triton_functions import why_not_expanded
 from ..problem import torch_private
 from ..problem.call import Call, accumulator
-from ..problem.mods import Mods
-from ..problem.problem import Problem
+from ..problem.mods import ONE_ADDITION, Mods, ModTexts
+from ..problem.problem import Problem, texts_of
 from ..selection.select import Choice
 
+ONE_ADDITION["mods"] = has_one_addition
 MOST_ELEMENTS = 1 << 24  # of a block's scores, over its entries and all heads
 
 
-def check(mods: Mods) -> None:
+def check(call: Call) -> None:
     """Raises UnsupportedProblem for a deterministic call that needs this pass and has functions that it cannot
     evaluate.
     """
-    if mods.has_room_for_exact_sums:
+    texts, found = ModTexts() if call.mods is None else call.mods.texts, texts_of(call)
+    if found is None or found.scattered == texts.scattered:
         return
-    for text in mods.texts.programs:
+    for text in texts.programs:
         if reason := why_not_expanded(Program.parse(text)):
             raise UnsupportedProblem(f"deterministic gradients of captured tensors: {reason}")
 
