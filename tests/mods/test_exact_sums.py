@@ -41,7 +41,7 @@ def _values(count: int, seed: int, exponents: tuple[int, int]) -> Tensor:
     return torch.ldexp(torch.rand(count, generator=draw, dtype=torch.float64) * 2 - 1, exponent).float()
 
 
-@pytest.mark.parametrize(("device", "count"), (("cpu", 512), pytest.param("cuda", 1 << 20, marks=pytest.mark.gpu)))
+@pytest.mark.parametrize(("device", "count"), (("cpu", 512), pytest.param("cuda", 1 << 16, marks=pytest.mark.gpu)))
 @pytest.mark.parametrize("exponents", ((-149, 128), (-149, -120), (-3, 3), (100, 128)))
 def test_the_sum_is_exact_and_its_rounding_bounded(exponents, device, count):
     values = _values(count, 1, exponents)
@@ -52,6 +52,9 @@ def test_the_sum_is_exact_and_its_rounding_bounded(exponents, device, count):
         added = [Fraction(one) for one in values[n::4].tolist()]
         held = sum(int(one) * Fraction(2) ** (32 * i - 149) for i, one in enumerate(sums[n, :9].tolist()))
         assert held == sum(added)
+        if abs(held) >= 2**128:
+            assert abs(rounded) == torch.inf and (rounded > 0) == (held > 0)
+            continue
         bound = abs(held) / 2**24 + sum(map(abs, added)) / 2**49 + Fraction(2) ** -150
         assert abs(Fraction(rounded) - held) <= bound
 
