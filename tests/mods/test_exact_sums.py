@@ -16,6 +16,7 @@ import triton.language as tl
 
 from strobe.kernels.device.exact_sums import add_exactly
 from strobe.mods import exact_sums
+from strobe.problem.mods import MOST_EXACT_SUMS
 from strobe.problem.target import FAKES
 from tools.proof.simulate import on
 
@@ -50,7 +51,7 @@ def test_the_sum_is_exact_and_its_rounding_bounded(exponents, device, count):
     assert torch.equal(sums, _summed(values, 4, seed=3, device=device))
     for n, rounded in enumerate(exact_sums.total(sums).tolist()):
         added = [Fraction(one) for one in values[n::4].tolist()]
-        held = sum(int(one) * Fraction(2) ** (32 * i - 149) for i, one in enumerate(sums[n, :9].tolist()))
+        held = sum(int(one) * Fraction(2) ** (31 * i - 149) for i, one in enumerate(sums[n, :9].tolist()))
         assert held == sum(added)
         if abs(held) >= 2**128:
             assert abs(rounded) == torch.inf and (rounded > 0) == (held > 0)
@@ -84,3 +85,9 @@ def test_infinities_and_nan():
 def test_the_largest_sum_overflows_to_infinity_as_float32_does():
     values = torch.full((128,), 3e38)
     assert exact_sums.total(_summed(values, 1)).tolist() == [torch.inf]
+
+
+def test_offsets_of_slots_have_32_bits():
+    """As `add_exactly` computes them, of the largest tensors that have exact sums."""
+    assert exact_sums.SLOTS * MOST_EXACT_SUMS < 2**31
+    assert all((p * 2115) >> 16 == p // exact_sums.BITS for p in range(255))

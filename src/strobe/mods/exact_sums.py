@@ -1,8 +1,8 @@
 """Sums of float32 numbers that do not depend on the order of the additions, for gradients with `deterministic=True`.
 
-A sum has SLOTS integers of 64 bits. Slot i < 9 counts units of 2^(32 i - 149), so that together they hold every
+A sum has SLOTS integers of 64 bits. Slot i < 9 counts units of 2^(31 i - 149), so that together they hold every
 multiple of the smallest float32 number up to the largest. A number has 24 bits, which lie in one slot or in two
-adjacent ones. Each addition changes a slot by less than 2^32, so 2^31 additions do not overflow it. Integer additions
+adjacent ones. Each addition changes a slot by less than 2^31, so 2^32 additions do not overflow it. Integer additions
 commute: atomics give the same bits in any order. The last two slots count +inf and -inf; NaN counts as both.
 
 The sum itself is exact. `total` rounds it: by at most 2^-24 of the result, and 2^-49 of the sum of absolute values
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 SMALLEST = -149  # the exponent of the smallest float32 number
-BITS = 32  # of a slot's unit to the next one's
+BITS = 31  # of a slot's unit to the next one's
 FINITE = 9  # slots of finite numbers
 SLOTS = FINITE + 2
 
@@ -31,10 +31,10 @@ def total(sums: Tensor) -> Tensor:
     """The sums as float32.
 
     >>> sums = zeros(torch.empty(2))
-    >>> sums[0, 4:6] = torch.tensor([3 * 2**21, -1])  # 3 - 2^11
+    >>> sums[0, 4:6] = torch.tensor([3 * 2**25, -1])  # 3 - 2^6
     >>> sums[1, 9] = 1
     >>> total(sums).tolist()
-    [-2045.0, inf]
+    [-61.0, inf]
     """
     found = torch.zeros(sums.shape[:-1], dtype=torch.float64, device=sums.device)
     for slot in range(FINITE):
