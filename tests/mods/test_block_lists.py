@@ -111,6 +111,16 @@ def test_torch_compile_makes_one_graph():
         torch.testing.assert_close(got, wanted)
 
 
+def test_fake_tensors_have_no_numbers_to_check():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    counts, indices, _ = _lists(B, H, 1)
+    with FakeTensorMode() as mode:
+        q, k, v, counts, indices = (mode.from_tensor(t) for t in (*_draw(), counts, indices))
+        out = strobe.attention(q, k, v, mask=strobe.block_lists(counts, indices, block_size=BLOCK))
+    assert out.shape == (B, ROWS, H, 16)
+
+
 _COUNTS, _INDICES = torch.tensor([[1, 2]]), torch.tensor([[[0, 1], [1, 0]]])
 _REFUSED = {
     "counts of another shape": ((_COUNTS[0], _INDICES), {}, "kv_indices: got shape"),

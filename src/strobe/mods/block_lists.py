@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
 from ..problem.mask import Mask
+from ..problem.torch_private import FakeTensor
 from .mask import MaskMod, part_of_lists
 from .mask import mask_mod as mask_of
 
@@ -84,7 +85,8 @@ def _checked(name: str, counts: Tensor | None, indices: Tensor | None, blocks: i
         raise InvalidProblem(f"{name}_indices", indices.device, str(counts.device), "move both to one device")
     if blocks is not None and (not isinstance(blocks, int) or blocks < 1):
         raise InvalidProblem("num_kv_blocks", blocks, "an integer from 1 on", "pass ceil(S_k / block size)")
-    if counts.device.type == "cpu" and not torch.compiler.is_compiling():
+    has_data = counts.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(counts, FakeTensor)
+    if has_data:
         _check_numbers(name, counts, indices, indices.shape[-1] if blocks is None else blocks)
     ones = (1,) * (3 - counts.dim())
     return counts.reshape(*ones, *counts.shape), indices.reshape(*ones, *indices.shape)
