@@ -28,6 +28,13 @@ def add_kernel(sums, step, stride, values, COUNT: tl.constexpr, GROUPS: tl.const
     add_exactly(sums + (at % GROUPS) * stride, step, tl.load(values + at))
 
 
+@pytest.fixture(params=(True, False), ids=("at once", "slot by slot"), autouse=True)
+def at_once(request, monkeypatch):
+    """As for small tensors, and for large ones or in a CUDA graph."""
+    if not request.param:
+        monkeypatch.setattr(exact_sums, "MOST_AT_ONCE", 0)
+
+
 def _summed(values: Tensor, groups: int, seed: int = 0, device: str = "cpu") -> Tensor:
     sums = exact_sums.zeros(torch.empty(groups, device=device))
     with on(FAKES["H200"], "random", seed) if device == "cpu" else nullcontext():

@@ -3,10 +3,11 @@
 A sum has SLOTS integers of 64 bits. Slot i < 9 counts units of 2^(31 i - 149), so that together they hold every
 multiple of the smallest float32 number up to the largest. A number has 24 bits, which lie in one slot or in two
 adjacent ones. Each addition changes a slot by less than 2^31, so 2^32 additions do not overflow it. Integer additions
-commute: atomics give the same bits in any order. The last two slots count +inf and -inf; NaN counts as both.
+commute: atomics give the same bits in any order. The last two slots count +inf and -inf, each as 2, so that their
+products with 2^1023 are infinite. NaN counts as both.
 
 The sum itself is exact. `total` rounds it: by at most 2^-24 of the result, and 2^-49 of the sum of absolute values
-(the error of adding nine slots in float64). `kernels.device.exact_sums` adds to such sums.
+(the error of adding the slots in float64). `kernels.device.exact_sums` adds to such sums.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..problem import torch_private
+
 SMALLEST = -149  # the exponent of the smallest float32 number
 BITS = 31  # of a slot's unit to the next one's
 FINITE = 9  # slots of finite numbers
 SLOTS = FINITE + 2
+WEIGHTS = (*[2.0 ** (BITS * slot + SMALLEST) for slot in range(FINITE)], 2.0**1023, -(2.0**1023))
+MOST_AT_ONCE = 1 << 20  # integers whose products with the weights are in memory at a time
 
 
 def zeros(tensor: Tensor) -> Tensor:
@@ -32,13 +37,28 @@ def total(sums: Tensor) -> Tensor:
 
     >>> sums = zeros(torch.empty(2))
     >>> sums[0, 4:6] = torch.tensor([3 * 2**25, -1])  # 3 - 2^6
-    >>> sums[1, 9] = 1
+    >>> sums[1, 9] = 2
     >>> total(sums).tolist()
     [-61.0, inf]
     """
+    if sums.numel() <= MOST_AT_ONCE:
+        weights = _weights(sums.device)
+        if weights is not None:
+            return (sums * weights).sum(-1).float()
     found = torch.zeros(sums.shape[:-1], dtype=torch.float64, device=sums.device)
-    for slot in range(FINITE):
-        found.add_(sums[..., slot], alpha=2.0 ** (BITS * slot + SMALLEST))
-    for slot, infinity in ((FINITE, torch.inf), (FINITE + 1, -torch.inf)):
-        found += torch.where(sums[..., slot] > 0, infinity, 0.0)
+    for slot, weight in enumerate(WEIGHTS):
+        found += sums[..., slot] * torch.full((), weight, dtype=torch.float64, device=sums.device)
     return found.float()
+
+
+def _weights(device: torch.device) -> Tensor | None:
+    """WEIGHTS on a device, kept. None while a CUDA graph is captured, if they are not there yet."""
+    if device not in _WEIGHTS:
+        if device.type == "cuda" and torch_private.cuda_is_capturing():
+            return None
+        with torch.inference_mode(False):
+            _WEIGHTS[device] = torch.tensor(WEIGHTS, dtype=torch.float64, device=device)
+    return _WEIGHTS[device]
+
+
+_WEIGHTS: dict[torch.device, Tensor] = {}
