@@ -32,8 +32,8 @@ def add_exactly(sums, step, x):
     low, high = tl.where(bits < 0, -low, low), tl.where(bits < 0, -high, high)
     is_finite, is_nan = exponent != 255, fraction != 0
     slot = tl.where(is_finite, slot, FINITE)
-    low = tl.where(is_finite, low, tl.where(is_nan | (bits >= 0), 2, 0))
-    high = tl.where(is_finite, high, tl.where(is_nan | (bits < 0), 2, 0))
+    low = tl.where(is_finite, low, (is_nan | (bits >= 0)).to(tl.int32))
+    high = tl.where(is_finite, high, (is_nan | (bits < 0)).to(tl.int32))
     place = sums + slot * step  # 11 slots of at most 2^24 integers: 32 bits
     tl.atomic_add(place, low.to(tl.int64), mask=low != 0, sem="relaxed")
     tl.atomic_add(place + step, high.to(tl.int64), mask=high != 0, sem="relaxed")
