@@ -27,7 +27,6 @@ from ...mods.program import Program
 from ...problem import torch_private
 from ...problem.call import NO_BOUND, Call
 from ...problem.problem import Dense, Packed, Problem
-from ..runtime import first_call_overlap
 from ..runtime.compile_cache import hash_callees_first
 from ..runtime.hook_constants import function_key
 from ..runtime.launch_cache import Replay
@@ -202,6 +201,8 @@ def _kinds(problem: Problem, call: Call) -> Tensor:
     aux = mod_aux(problem, call)[1] or None
     hash_callees_first(kernel)
     if call.q.get_device() >= 0:  # a GPU's, not a simulated one; often the first kernel that a process compiles
+        from ..runtime import first_call_overlap  # imports Triton
+
         first_call_overlap.beside(kernel, call.q.get_device())
     kernel[(kinds.numel(),)](kinds, aux, shape, window, offsets, mask_mod, function_key(mask_mod), *bounds, BLOCK)
     return kinds
