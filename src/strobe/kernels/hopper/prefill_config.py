@@ -32,6 +32,8 @@ TUNINGS = {
     (256, 128): Tuning(block_n=64, stages=2, consumers=2, ping_pong=True),
     (256, 256): Tuning(block_n=64, stages=2, consumers=2, half_staged=True, ping_pong=True),
 }
+# 8-bit keys, whose staging buffers take the shared memory of a stage
+STAGED_TUNINGS = {(128, 128): replace(TUNINGS[128, 128], stages=3), (192, 128): replace(TUNINGS[192, 128], stages=3)}
 # with a softcap, because tanh takes registers. Tiles of 128 queries are slower (docs/lab/2026-11-28-paged-prefill.md).
 # In the other widths, tiles are the same with and without a softcap.
 SOFTCAP_TUNINGS = {(128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1)}
@@ -67,7 +69,9 @@ def as_packed(problem: PagedProblem) -> Problem:
 def prefill_traits(problem: PagedProblem, target: Target) -> ForwardTraits:
     like = as_packed(problem)
     widths = next(w for w in TUNINGS if w[0] >= problem.head_dim and w[1] >= problem.head_dim_v)
-    tuning = SOFTCAP_TUNINGS.get(widths, TUNINGS[widths]) if problem.softcap else TUNINGS[widths]
+    tuning = STAGED_TUNINGS.get(widths, TUNINGS[widths]) if problem.cache_dtype == FP8 else TUNINGS[widths]
+    if problem.softcap:
+        tuning = SOFTCAP_TUNINGS.get(widths, tuning)
     cache = CacheConstants(problem.page_size if problem.paged else 0, problem.k_start)
     if problem.cache_dtype == FP8:
         cache = CacheConstants(*cache[:2], True, *problem.scales, problem.head_dim, problem.head_dim_v)
