@@ -249,7 +249,7 @@ class Producer:
         pages = row_pages(keys, self.n_start_or_none(blocks, STAGING_STAGES), traits)
         self.load_queries(work, state)
         for i in range(blocks.count):
-            self.convert_block(k, v, staging, keys_k, keys_v, box_pages)
+            self.convert_staged(k, v, staging, keys_k, keys_v, box_pages)
             ahead = i + STAGING_STAGES
             pipes.staging.copy(staging, keys_k, keys_v, pages, self.n_start_or_none(blocks, ahead), traits)
             pages = row_pages(keys, self.n_start_or_none(blocks, ahead + 1), traits)
@@ -259,23 +259,16 @@ class Producer:
         return ProducerState(k, v, state.q.advance(), state.work.advance(), staging)
 
     @gluon.jit
-    def convert_block(self, k, v, staging, keys_k, keys_v, box_pages):
-        """Fill a stage of K and of V from a staging buffer, which then is empty. box_pages: page ids of K's boxes."""
+    def convert_staged(self, k, v, staging, keys_k, keys_v, box_pages):
+        """Fill a stage of K and one of V from a staging buffer, which then is empty. K is committed before V's stage is
+        free: a consumer that skips blocks holds V of the first block until it has K of the block behind them.
+        """
         pipes = self.pipes
         cp_async_wait(STAGING_STAGES - 1)
         partition_barrier()  # what other threads have copied
         k_words, v_words = pipes.staging.load(staging, self.traits)
-        pipes.k.producer_acquire(k)
-        if self.traits.has_pages:
-            lost = keys_k.keys.lost_boxes(box_pages, self.traits)
-            write_lost_boxes(pipes.lost_boxes, k, lost, self.workspace.errors)
-        keys_k.store(pipes.k.tiles.index(k.index), k_words)
-        pipes.v.producer_acquire(v)
-        keys_v.store(pipes.v.tiles.index(v.index), v_words)
-        fence_async_shared()
-        partition_barrier()  # all threads have read and written before one arrives
-        pipes.k.producer_commit(k)
-        pipes.v.producer_commit(v)
+        self.store_converted(pipes.k, k, keys_k, k_words, box_pages)
+        self.store_converted(pipes.v, v, keys_v, v_words, None)
 
     @gluon.jit
     def load_queries(self, work, state):
