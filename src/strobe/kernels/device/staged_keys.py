@@ -1,9 +1,9 @@
 """Staging buffers of 8-bit keys and values: cp.async copies the words of a block into a buffer some blocks before the
 producer converts them (`device.converted_keys`).
 
-ptxas puts a MEMBAR beside each fence of the asynchronous proxy. It waits for a thread's loads into registers, so they
-cannot arrive while other blocks are converted. Copies do not wait: one is two blocks long under way. A thread has one
-fence a block, since K and V of a block are converted together.
+ptxas puts a MEMBAR beside each fence of the asynchronous proxy, and two fences a block are needed. A MEMBAR waits for a
+thread's loads into registers, so they would not arrive while other blocks are converted. A copy has the time of two
+blocks to arrive.
 
 Eight lanes that load together have four vectors of two rows each. In rows of 128 bytes, odd rows have their halves
 swapped, so that the vectors lie in different banks.
