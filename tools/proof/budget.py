@@ -208,12 +208,10 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("decode_kernel", "paged d*, score_mod", "sm_90", 8, _TALL, family="hopper.decode"),
     Allowance("decode_kernel", "paged d* float8 prefill*", "sm_90", 92, _TALL_OF_8_BITS, family="hopper.decode"),
     Allowance("forward_kernel", "paged d128 prefill, mask_mod", "sm_90", 376, _MASKED, family="hopper.decode"),
-    Allowance("forward_kernel", "paged d128 float8 prefill", "sm_90", 164, _CONVERTED, family="hopper.decode"),
+    Allowance("forward_kernel", "paged d128 float8 prefill", "sm_90", 32, _CONVERTED, family="hopper.decode"),
     Allowance(
         "forward_kernel", "paged d64 float8 prefill, pages of 1", "sm_90", 40, _CONVERTED, family="hopper.decode"
     ),
-    Allowance("forward_kernel", "paged d96 float8 prefill, rows", "sm_90", 48, _CONVERTED, family="hopper.decode"),
-    Allowance("forward_kernel", "paged d192/128 float8 prefill", "sm_90", 140, _CONVERTED, family="hopper.decode"),
     Allowance("forward_kernel", "paged d256 float8 prefill", "sm_90", 120, _CONVERTED, family="hopper.decode"),
     # sm_90, the Hopper backward
     Allowance("backward_kernel", "d128 group 4 documents *", "sm_90", 244, _CAPPED, family="hopper"),

@@ -352,6 +352,11 @@ def paged_prefill_float8() -> tuple[Tensor, ...]:
     return _paged(replace(PAGED["mixed"], head_dim=128, lengths=(300, 20), news=(20, 230), fp8=True, heads=(2, 1)))
 
 
+def paged_prefill_float8_wide() -> tuple[Tensor, ...]:
+    """8-bit keys in tiles too wide for staging buffers: registers hold the words of K or those of V."""
+    return _paged(replace(PAGED["mixed"], head_dim=256, lengths=(200, 20), news=(20, 130), fp8=True, heads=(2, 1)))
+
+
 def _decode(dtype: torch.dtype = torch.bfloat16, cluster: int = 0) -> tuple[Tensor, ...]:
     draw = torch.Generator().manual_seed(4)
     columns = 26
@@ -415,6 +420,7 @@ BACKWARD = KERNELS + "hopper/backward*.py"
 DECODE = KERNELS + "hopper/decode*.py"
 CLUSTER = KERNELS + "[dh]*/[cd][le][uc]*.py"  # cluster*.py and decode*.py
 PREFILL = KERNELS + "[dh]*/[cfpot][aoip][crptl]*.py"  # those of REDO and cached_keys.py
+PREFILL_FLOAT8 = KERNELS + "[dh]*/[cfps][aiot][acnpr]*.py"  # FORWARD, cached_keys.py, converted_keys.py, staged_keys.py
 FORWARD_DOCUMENTS = KERNELS + "[dh]*/[fpotz][oipe][rptl][weio]*.py"  # those of REDO and zero_foreign_rows.py
 BACKWARD_MENDED = KERNELS + "[dh]*/[bz][ae][cr]*.py"  # backward*.py and zero_foreign_rows.py
 INVARIANT = KERNELS + "hopper/batch_invariant.py"
@@ -462,5 +468,6 @@ SCENES = (
     Scene("paged_splits", "sm_90", paged_splits, DECODE),
     Scene("paged_cluster", "sm_90", paged_cluster, CLUSTER),
     *(Scene(run.__name__, "sm_90", run, PREFILL) for run in (paged_prefill, paged_prefill_lost)),
+    Scene("paged_prefill_float8", "sm_90", paged_prefill_float8, PREFILL_FLOAT8),
     Scene("invariant", "sm_90", invariant, INVARIANT),
 )

@@ -68,6 +68,8 @@ FP8_CASES = {
     "d80": _case("mixed", fp8=True, head_dim=80),
     "d96": _case("mixed", fp8=True, head_dim=96),
     "d128": _case("mixed", fp8=True, head_dim=128, lengths=(300, 70), news=(100, 1)),
+    # tiles of 192 queries, whose first 64 skip two blocks
+    "d128, heads alone": _case("mixed", fp8=True, head_dim=128, heads=(1, 1), lengths=(450, 70), news=(200, 1)),
     "d192/128": _case("prefill", fp8=True, head_dim=192, head_dim_v=128),
     "d256": _case("prefill", fp8=True, head_dim=256, lengths=(70,), news=(40,)),
 }

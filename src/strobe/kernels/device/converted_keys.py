@@ -1,10 +1,10 @@
-"""8-bit keys and values of a cache, as the producer of a forward loads them: from memory into registers, then, in q's
-dtype, into the tile that products read.
+"""8-bit keys and values of a cache, as the producer of a forward loads them: from memory into a staging buffer
+(`device.staged_keys`) or, if tiles leave no room for one, into registers; then, in q's dtype, into the tile that
+products read.
 
-The producer has four warps. Its threads load vectors of 16 bytes of the next block while the consumers process the
-blocks before it, so loads have as long as a block to arrive. Each thread computes the addresses of its own rows from
-their page ids. So pages may have any number of keys, and memory outside a sequence is not read. Rows that no query of
-the sequence sees are zero, and so are rows of pages that are not in the pool.
+The producer has four warps, whose threads load vectors of 16 bytes. Each thread computes the addresses of its own rows
+from their page ids. So pages may have any number of keys, and memory outside a sequence is not read. Rows that no query
+of the sequence sees are zero, and so are rows of pages that are not in the pool.
 
 e4m3 numbers are exact in float16 and in bfloat16. A thread's 16 numbers become 32 bytes, which it stores as two vectors
 of 16. Eight lanes that store together have two rows of four vectors each: the swizzle puts them in different banks.
@@ -13,7 +13,7 @@ The scale of a key head multiplies the softmax scale, and its sign is folded int
 """
 
 from .cached_keys import CachedKeys
-from .dialect import Value, gl, gluon, record, reinterpret
+from .dialect import Value, cp_async_load, gl, gluon, record, reinterpret
 from .tma import ColumnParts
 
 WORD: gl.constexpr = gl.constexpr(4)  # bytes
@@ -61,6 +61,24 @@ class ConvertedKeys:
         """ColumnParts of the words [block_n, columns / 4] of the tile that begins at key n_start. pages: `row_pages` of
         it.
         """
+        offset, exists = self.row_offsets(pages, n_start, traits)
+        main = self.load_part(offset, exists, 0, self.main, traits)
+        if self.tail == 0:
+            return ColumnParts(main, None)
+        else:
+            return ColumnParts(main, self.load_part(offset, exists, self.main, self.tail, traits))
+
+    @gluon.jit
+    def copy(self, buffer, pages, n_start, traits: gl.constexpr):
+        """Start copying what `load` returns into a staging buffer of ColumnParts, by cp.async."""
+        offset, exists = self.row_offsets(pages, n_start, traits)
+        cp_async_load(buffer.main, *self.places(offset, exists, 0, self.main, traits))
+        if buffer.tail is not None:
+            cp_async_load(buffer.tail, *self.places(offset, exists, self.main, self.tail, traits))
+
+    @gluon.jit
+    def row_offsets(self, pages, n_start, traits: gl.constexpr):
+        """(where the rows begin in the pool, in words; which of them are loaded)."""
         keys, strides = self.keys, self.strides
         n = n_start + tile_rows(traits)
         exists = is_seen(keys, n, traits)
@@ -71,26 +89,27 @@ class ConvertedKeys:
             pages, row = gl.where(in_pool, pages, 0), row % traits.page_size
         else:
             row += keys.k_start.to(gl.uint32)
-        offset = wide_product(pages, strides.page) + wide_product(row, strides.row)
-        main = self.load_part(offset, exists, 0, self.main, traits)
-        if self.tail == 0:
-            return ColumnParts(main, None)
-        else:
-            return ColumnParts(main, self.load_part(offset, exists, self.main, self.tail, traits))
+        return wide_product(pages, strides.page) + wide_product(row, strides.row), exists
 
     @gluon.jit
     def load_part(self, offset, exists, column: gl.constexpr, columns: gl.constexpr, traits: gl.constexpr):
+        pointers, mask = self.places(offset, exists, column, columns, traits)
+        return gl.load(pointers, mask=mask, other=0)
+
+    @gluon.jit
+    def places(self, offset, exists, column: gl.constexpr, columns: gl.constexpr, traits: gl.constexpr):
+        """(pointers to words of the rows, which of them are loaded)."""
         layout: gl.constexpr = words_layout(traits)
         word = column // WORD + gl.arange(0, columns // WORD, gl.SliceLayout(0, layout))
         mask = exists[:, None] & (word < self.width // WORD)[None, :]
         # addresses and strides are multiples of 16 bytes, which the compiler cannot derive
         pointers = self.pool + offset[:, None] + word[None, :]
         pointers = gl.multiple_of(gl.max_contiguous(pointers, [1, VECTOR]), [1, VECTOR * WORD])
-        return gl.load(pointers, mask=gl.max_constancy(mask, [1, VECTOR]), other=0)
+        return pointers, gl.max_constancy(mask, [1, VECTOR])
 
     @gluon.jit
     def store(self, tile, words):
-        """Convert words that `load` returned into a tile of ColumnParts."""
+        """Convert words of a block into a tile of ColumnParts."""
         self.store_part(tile.main, words.main)
         if tile.tail is not None:
             self.store_part(tile.tail, words.tail)

@@ -62,12 +62,15 @@ from ..device.pack_gqa import load_sinks, queries_of
 from ..device.pipeline import Pipeline, PipelineState, ring
 from ..device.seqlen import breaks_promise
 from ..device.softmax import finish as normalizer_of
+from ..device.staged_keys import StagingBuffers
 from ..device.tile_redo import redo_witness
 from ..device.tma import ColumnParts, allocate_tiles, as_rows, store_part
 from .forward_producer import Pipelines, producer
 from .forward_softmax import SoftmaxState, needs_row_max, rescale_o
 from .traits import ROWS as _ROWS
+from .traits import STAGING_STAGES as _STAGING_STAGES
 
+STAGING_STAGES: gl.constexpr = gl.constexpr(_STAGING_STAGES)
 ROWS: gl.constexpr = gl.constexpr(_ROWS)  # of one consumer: wgmma's M
 
 
@@ -542,10 +545,13 @@ def forward_kernel(
     q_pipe = Pipeline.create(q_smem, traits.consumers, 1)
     k_pipe = Pipeline.create(k_smem, traits.stages, traits.release_arrivals, traits.release_per_thread)
     v_pipe = Pipeline.create(v_smem, traits.stages, traits.release_arrivals, traits.release_per_thread)
+    staging = None
+    if traits.stages_keys:
+        staging = StagingBuffers.create(STAGING_STAGES, traits)
     v_landed = v_pipe.full
     if traits.mask.documents:
         v_landed = ring(traits.stages, 1)
-    pipes = Pipelines(work_pipe, q_pipe, k_pipe, v_pipe, v_landed, lost_words)
+    pipes = Pipelines(work_pipe, q_pipe, k_pipe, v_pipe, v_landed, lost_words, staging)
     if traits.consumers == 4:
         warp_specialize(
             [

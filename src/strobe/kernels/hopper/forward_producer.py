@@ -4,13 +4,23 @@ A document's keys may lie among keys of other documents. When such a tile is red
 producer's own. The producer zeroes rows of other documents (`device.zero_foreign_rows`) before it hands V to the
 consumers.
 
-The keys of an 8-bit cache are converted to q's dtype by a producer of four warps (`device.converted_keys`). Its warps
-meet between a wait for an empty stage and what fills it. Otherwise a slow warp could miss a phase of the barrier.
+The keys of an 8-bit cache are converted to q's dtype by a producer of four warps (`device.converted_keys`), from
+staging buffers (`device.staged_keys`) or, in wide tiles, from registers. Its warps meet between a wait for an empty
+stage and what fills it. Otherwise a slow warp could miss a phase of the barrier.
 """
 
 from ..device.cached_keys import CachedKeys, tell_lost_boxes, write_lost_boxes
 from ..device.converted_keys import ConvertedKeys, row_pages
-from ..device.dialect import Value, fence_async_shared, gl, gluon, mbarrier, partition_barrier, record
+from ..device.dialect import (
+    Value,
+    cp_async_wait,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    partition_barrier,
+    record,
+)
 from ..device.forward_scheduler import (
     TileScheduler,
     WorkTilePipeline,
@@ -22,6 +32,9 @@ from ..device.key_ranges import PURE
 from ..device.pipeline import Pipeline, PipelineState
 from ..device.tile_redo import RedoRequest
 from ..device.zero_foreign_rows import zero_foreign_rows
+from .traits import STAGING_STAGES as _STAGING_STAGES
+
+STAGING_STAGES: gl.constexpr = gl.constexpr(_STAGING_STAGES)
 
 
 @record
@@ -34,6 +47,7 @@ class Pipelines:
     v: Pipeline
     v_landed: gl.shared_memory_descriptor  # documents: barriers of the producer's own, on which V of a redo lands
     lost_boxes: Value  # pages: words with the lost boxes of each stage of K (device.cached_keys); else None
+    staging: Value  # StagingBuffers of 8-bit keys, or None
 
 
 @record
@@ -44,11 +58,15 @@ class ProducerState:
     v: PipelineState
     q: PipelineState
     work: PipelineState
+    staging: Value  # PipelineState of the staging buffers, or None
 
     @gluon.jit
     def start(traits: gl.constexpr):
         k, v = PipelineState.start(traits.stages), PipelineState.start(traits.stages)
-        return ProducerState(k, v, PipelineState.start(1), PipelineState.start(2))
+        staging = None
+        if traits.stages_keys:
+            staging = PipelineState.start(STAGING_STAGES)
+        return ProducerState(k, v, PipelineState.start(1), PipelineState.start(2), staging)
 
 
 @record
@@ -82,7 +100,9 @@ class Producer:
                     upcoming = scheduler.advance(num_tiles, counter, traits)
             work = self.current_work(scheduler, redo, num_tiles)
             if work.is_valid:
-                if traits.converts_keys:
+                if traits.stages_keys:
+                    state = self.load_staged_tile(work, redo, state)
+                elif traits.converts_keys:
                     state = self.load_converted_tile(work, redo, state)
                 elif traits.cached:
                     state = self.load_cached_tile(work, redo, state)
@@ -152,7 +172,7 @@ class Producer:
         if traits.mask.documents:
             if zero_foreign & (blocks.count > 0):
                 self.zero_foreign_rows(v.previous(), work, blocks.n_block(blocks.count - 1, traits))
-        return ProducerState(k, v, state.q.advance(), work_state)
+        return ProducerState(k, v, state.q.advance(), work_state, state.staging)
 
     @gluon.jit
     def load_cached_tile(self, work, redo, state):
@@ -185,7 +205,7 @@ class Producer:
                 k = self.load_cached_k(k, keys, next_pages, blocks.n_block(i + 1, traits) * block_n)
             v = self.load_cached_v(v, keys, pages, blocks.n_block(i, traits) * block_n)
             pages, next_pages = next_pages, pages_ahead
-        return ProducerState(k, v, state.q.advance(), work_state)
+        return ProducerState(k, v, state.q.advance(), work_state, state.staging)
 
     @gluon.jit
     def load_cached_k(self, state, keys, pages, n_start):
@@ -210,16 +230,67 @@ class Producer:
         return state.advance()
 
     @gluon.jit
-    def load_converted_tile(self, work, redo, state):
-        """`load_cached_tile` for 8-bit keys. Words of K and V are loaded one block ahead, and page ids two. Wide tiles
-        leave registers for the words of K or those of V: then each is loaded when the other is in shared memory.
+    def load_staged_tile(self, work, redo, state):
+        """`load_cached_tile` for 8-bit keys. Words are copied to staging buffers STAGING_STAGES blocks ahead, and page
+        ids are read one block before.
         """
         traits: gl.constexpr = self.traits
-        CONSUMERS: gl.constexpr = traits.consumers
-        maps, pipes, shape = self.maps, self.pipes, self.launch.shape
+        pipes = self.pipes
         pipes.work.publish(state.work, work, redo, traits)
-        slot, work_state = state.work.index, state.work.advance()
-        q_rows = work.q_rows(shape, traits)
+        keys = CachedKeys.of_tile(work, self.cache, self.launch, self.workspace.errors, traits)
+        keys_k, keys_v = ConvertedKeys.of_k(keys, self.cache, traits), ConvertedKeys.of_v(keys, self.cache, traits)
+        blocks = work.blocks(self.launch, traits)
+        k, v, staging = state.k, state.v, state.staging
+        n_start, next_start = self.n_start_or_none(blocks, 0), self.n_start_or_none(blocks, 1)
+        pages, next_pages = row_pages(keys, n_start, traits), row_pages(keys, next_start, traits)
+        box_pages = keys.pages(n_start, traits)
+        pipes.staging.copy(staging, keys_k, keys_v, pages, n_start, traits)
+        pipes.staging.copy(staging.advance(), keys_k, keys_v, next_pages, next_start, traits)
+        pages = row_pages(keys, self.n_start_or_none(blocks, STAGING_STAGES), traits)
+        self.load_queries(work, state)
+        for i in range(blocks.count):
+            self.convert_staged(k, v, staging, keys_k, keys_v, box_pages)
+            ahead = i + STAGING_STAGES
+            pipes.staging.copy(staging, keys_k, keys_v, pages, self.n_start_or_none(blocks, ahead), traits)
+            pages = row_pages(keys, self.n_start_or_none(blocks, ahead + 1), traits)
+            box_pages = keys.pages(self.n_start_or_none(blocks, i + 1), traits)
+            k, v, staging = k.advance(), v.advance(), staging.advance()
+        cp_async_wait(0)  # zeros behind the tile's last block, before the next tile's words take their place
+        return ProducerState(k, v, state.q.advance(), state.work.advance(), staging)
+
+    @gluon.jit
+    def convert_staged(self, k, v, staging, keys_k, keys_v, box_pages):
+        """Fill a stage of K and one of V from a staging buffer, which then is empty. K is committed before V's stage is
+        free: a consumer that skips blocks holds V of the first block until it has K of the block behind them.
+        """
+        pipes = self.pipes
+        cp_async_wait(STAGING_STAGES - 1)
+        partition_barrier()  # what other threads have copied
+        k_words, v_words = pipes.staging.load(staging, self.traits)
+        self.store_converted(pipes.k, k, keys_k, k_words, box_pages)
+        self.store_converted(pipes.v, v, keys_v, v_words, None)
+
+    @gluon.jit
+    def load_queries(self, work, state):
+        """Q of all consumers, by a producer of several warps."""
+        traits: gl.constexpr = self.traits
+        CONSUMERS: gl.constexpr = traits.consumers
+        q_rows = work.q_rows(self.launch.shape, traits)
+        for consumer in gl.static_range(CONSUMERS):
+            q = state.q.at(consumer)
+            m_start = work.consumer_m_start(consumer, state.work.index, traits)
+            self.pipes.q.producer_acquire(q)
+            partition_barrier()
+            self.pipes.q.producer_load(q, self.maps.q, q_rows, m_start, traits, traits.pack_gqa > 1)
+
+    @gluon.jit
+    def load_converted_tile(self, work, redo, state):
+        """`load_cached_tile` for 8-bit keys in wide tiles. Page ids are read two blocks ahead. Registers hold the words
+        of K or those of V: each is loaded when the other is in shared memory.
+        """
+        traits: gl.constexpr = self.traits
+        pipes = self.pipes
+        pipes.work.publish(state.work, work, redo, traits)
         keys = CachedKeys.of_tile(work, self.cache, self.launch, self.workspace.errors, traits)
         keys_k, keys_v = ConvertedKeys.of_k(keys, self.cache, traits), ConvertedKeys.of_v(keys, self.cache, traits)
         blocks = work.blocks(self.launch, traits)
@@ -228,31 +299,17 @@ class Producer:
         box_pages, pages = keys.pages(n_start, traits), row_pages(keys, n_start, traits)
         next_pages = row_pages(keys, next_start, traits)
         k_words = keys_k.load(pages, n_start, traits)
-        if not traits.alternates_words:
-            v_words = keys_v.load(pages, n_start, traits)
-        for consumer in gl.static_range(CONSUMERS):
-            q = state.q.at(consumer)
-            pipes.q.producer_acquire(q)
-            partition_barrier()
-            pipes.q.producer_load(
-                q, maps.q, q_rows, work.consumer_m_start(consumer, slot, traits), traits, traits.pack_gqa > 1
-            )
+        self.load_queries(work, state)
         for i in range(blocks.count):
             next_start = self.n_start_or_none(blocks, i + 1)
             pages_ahead = row_pages(keys, self.n_start_or_none(blocks, i + 2), traits)
             k = self.store_converted(pipes.k, k, keys_k, k_words, box_pages)
-            if traits.alternates_words:
-                v_words = keys_v.load(pages, self.n_start_or_none(blocks, i), traits)
-            else:
-                k_words = keys_k.load(next_pages, next_start, traits)
+            v_words = keys_v.load(pages, self.n_start_or_none(blocks, i), traits)
             box_pages = keys.pages(next_start, traits)
             v = self.store_converted(pipes.v, v, keys_v, v_words, None)
-            if traits.alternates_words:
-                k_words = keys_k.load(next_pages, next_start, traits)
-            else:
-                v_words = keys_v.load(next_pages, next_start, traits)
+            k_words = keys_k.load(next_pages, next_start, traits)
             pages, next_pages = next_pages, pages_ahead
-        return ProducerState(k, v, state.q.advance(), work_state)
+        return ProducerState(k, v, state.q.advance(), state.work.advance(), state.staging)
 
     @gluon.jit
     def n_start_or_none(self, blocks, i):

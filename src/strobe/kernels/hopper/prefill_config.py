@@ -33,6 +33,8 @@ TUNINGS = {
     (256, 128): Tuning(block_n=64, stages=2, consumers=2, ping_pong=True),
     (256, 256): Tuning(block_n=64, stages=2, consumers=2, half_staged=True, ping_pong=True),
 }
+# 8-bit keys, whose staging buffers take the shared memory of a stage
+STAGED_TUNINGS = {(128, 128): replace(TUNINGS[128, 128], stages=3), (192, 128): replace(TUNINGS[192, 128], stages=3)}
 # with a softcap, because tanh takes registers. Tiles of 128 queries are slower (docs/lab/2026-11-28-paged-prefill.md).
 # In the other widths, tiles are the same with and without a softcap.
 SOFTCAP_TUNINGS = {(128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1)}
@@ -89,11 +91,12 @@ def prefill_traits(problem: PagedProblem, target: Target) -> ForwardTraits:
 
 
 def _tuning(problem: PagedProblem, widths: tuple[int, int]) -> Tuning:
+    usual = STAGED_TUNINGS.get(widths, TUNINGS[widths]) if problem.cache_dtype == FP8 else TUNINGS[widths]
     special = SOFTCAP_TUNINGS if problem.softcap else {}
     mods = problem.mods
     if mods is not None and mods.score and (mods.mask or problem.cache_dtype != FP8):
         special = SCORE_TUNINGS
-    return special.get(widths, TUNINGS[widths])
+    return special.get(widths, usual)
 
 
 def is_few(problem: PagedProblem) -> bool:

@@ -19,6 +19,7 @@ LAUNCH_REGISTERS = {2: 168, 3: 128, 4: 96}  # by the number of consumers
 REGISTERS = {2: (240, 24), 3: (160, 32), 4: (112, 32)}
 REGISTERS_CACHE = {2: (232, 40), 3: (152, 56)}
 REGISTERS_PAGES = {2: (224, 56), 3: (152, 56)}
+STAGING_STAGES = 2  # blocks of 8-bit keys in staging buffers (device.staged_keys)
 REGISTERS_CONVERTED = {2: (208, 88), 3: (144, 80)}  # of a producer that converts 8-bit keys
 PER_THREAD_MBARRIERS = (
     1024  # bytes of per-thread mbarriers, which are not in the kernel's own allocation (device.per_thread_mbarrier)
@@ -210,13 +211,14 @@ class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
 
     def shared_bytes(self) -> int:
         """q (and o) of all consumers and k and v of all stages in 2 bytes each, barriers, work tiles' records, redo
-        flags, words of lost pages.
+        flags, words of lost pages, staging buffers.
         """
         t = self.tuning
         o = self.q_slots * ROWS * (self.main_dv // (1 + t.half_staged) + self.tail_dv)
         tiles = 2 * (self.q_slots * ROWS * self.block_d + o + t.stages * t.block_n * (self.block_d + self.block_dv))
         barriers = 8 * (2 * t.consumers + (4 + self.mask.documents) * t.stages + 4)
-        return tiles + barriers + 128 + 2048 * self.can_redo + 16 * t.stages * self.has_pages
+        staging = STAGING_STAGES * t.block_n * (self.block_d + self.block_dv) * self.stages_keys
+        return tiles + barriers + 128 + 2048 * self.can_redo + 16 * t.stages * self.has_pages + staging
 
 
 @dataclass(frozen=True)

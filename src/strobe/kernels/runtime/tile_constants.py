@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ...problem.mask import MaskStructure
 from .tma_requirements import has_spans, rest
 
-MOST_WORD_COLUMNS = 320  # of 64 keys and values, whose words take 40 of a converting producer's registers
+MOST_STAGED_COLUMNS = 320  # of 8-bit keys and values; wider ones leave no shared memory for staging buffers
 
 
 class TileConstants:
@@ -110,9 +110,9 @@ class ForwardTileConstants(TileConstants):
         return min(self.page_size or self.block_n, self.block_n)
 
     @property
-    def alternates_words(self) -> bool:
-        """Whether a converting producer holds words of K and of V in turn, instead of both at once."""
-        return self.block_d + self.block_dv > MOST_WORD_COLUMNS
+    def stages_keys(self) -> bool:
+        """Whether 8-bit keys are copied into staging buffers before they are converted (device.staged_keys)."""
+        return self.converts_keys and self.block_d + self.block_dv <= MOST_STAGED_COLUMNS
 
     @property
     def producer_warps(self) -> int:
