@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton.testing
 from triton.runtime.jit import JITFunction
 
 LARGEST = 2**33  # product of the numbers of one parametrisation: M x N x K, say
@@ -41,17 +42,26 @@ VALIDATED: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
 }
 
 
-def cases(folder: Path, seconds: int) -> Iterator[tuple[str, Callable[[], int]]]:
-    """Names of cases, and functions that run one and return how often they called the tutorial."""
+def cases(
+    folder: Path, seconds: int, only: str = "", most: int | None = None
+) -> Iterator[tuple[str, Callable[[], int]]]:
+    """Names of cases, and functions that run one and return how often they called the tutorial.
+
+    Files of which no case can begin with `only` are not imported. `most`: the calls of one test function, all by
+    default."""
     for file in sorted(folder.rglob("*.py")):
         if file.name.startswith(("conftest", "__")):
             continue
         name = f"tutorials/{file.relative_to(folder)}"
+        if not (name.startswith(only) or only.startswith(name)):
+            continue
         if "pytest.mark.parametrize" not in file.read_text() and file.name not in VALIDATED:
             yield name, lambda file=file: imported(file) and 1
             continue
         try:
-            with mock.patch.object(JITFunction, "run", lambda *_, **__: None):  # benchmarks that an import would run
+            nothing, timing = lambda *_, **__: None, lambda *_, **__: 1.0
+            timed = mock.patch.multiple(triton.testing, do_bench=timing, do_bench_cudagraph=timing)
+            with mock.patch.object(JITFunction, "run", nothing), timed:  # benchmarks that an import would run
                 module = imported(file)
         except Exception as failure:  # of their file, or of the simulator: the row says which
             yield name, lambda failure=failure: _raised(failure)
@@ -59,7 +69,8 @@ def cases(folder: Path, seconds: int) -> Iterator[tuple[str, Callable[[], int]]]
         tests = {key: value for key, value in vars(module).items() if key.startswith("test_") and callable(value)}
         for key, test in tests.items():
             if test.__module__ == module.__name__ and not skipped(test):
-                run = lambda test=test, file=file: called(test, list(calls(test)), seconds, fixtures(file.parent))
+                given = list(itertools.islice(calls(test), most))
+                run = lambda test=test, given=given, file=file: called(test, given, seconds, fixtures(file.parent))
                 yield f"{name}::{key}", run
         for key, arguments in VALIDATED.get(file.name, []):
             of, function = ", ".join(map(str, arguments)), vars(module)[key]
@@ -104,7 +115,7 @@ def calls(test: Callable[..., Any]) -> Iterator[Call]:
     smallest = [min(axis, key=size) for axis in axes]
     yield merged(smallest)
     for i, axis in enumerate(axes):
-        for value in axis:
+        for value in sorted(axis, key=size):
             call = merged([*smallest[:i], value, *smallest[i + 1 :]])
             if value is not smallest[i] and size(value) < LARGEST:
                 yield call
