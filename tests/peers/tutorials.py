@@ -67,9 +67,7 @@ def cases(
             yield name, lambda file=file: imported(file) and 1
             continue
         try:
-            nothing, timing = lambda *_, **__: None, lambda *_, **__: 1.0
-            timed = mock.patch.multiple(triton.testing, do_bench=timing, do_bench_cudagraph=timing)
-            with mock.patch.object(JITFunction, "run", nothing), timed:  # benchmarks that an import would run
+            with without_benchmarks(), mock.patch.object(JITFunction, "run", lambda *_, **__: None):
                 module = imported(file)
         except Exception as failure:  # of their file, or of the simulator: the row says which
             yield name, lambda failure=failure: _raised(failure)
@@ -84,6 +82,12 @@ def cases(
         for key, arguments in VALIDATED.get(file.name, []):
             of, function = ", ".join(map(str, arguments)), vars(module)[key]
             yield f"{name}::{key}({of})", lambda function=function, arguments=arguments: validated(function, arguments)
+
+
+def without_benchmarks() -> Any:
+    """A context in which benchmarks, which some files run when they are imported, time nothing."""
+    timing = lambda *_, **__: 1.0
+    return mock.patch.multiple(triton.testing, do_bench=timing, do_bench_cudagraph=timing)
 
 
 def imported(file: Path) -> ModuleType:
