@@ -262,8 +262,8 @@ PRODUCTS = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 def test_a_product_of_16_bits_is_rounded_once(product, dtype):
-    """torch's CPU adds its terms in float32, and rounds about 1 of 700 elements otherwise. Triton's tutorials compare their
-    kernels with it, and allow less than that."""
+    """torch's CPU adds its terms in float32, and rounds about 1 of 700 elements otherwise. Triton's tutorials compare
+    their kernels with it, and allow less than that."""
     draws = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=draws).to(dtype) for _ in range(2))
     exact = a.double() @ b.double()
