@@ -17,7 +17,9 @@ from ..problem.target import Target
 from .pieces import Piece, mask_of
 from .runs import Runs, offset
 
-CAPABILITY = 90  # where one launch was measured to be faster; Blackwell's kernels have no runs
+# Blackwell's kernels have no runs. Time of one launch relative to one for each of two causal runs of 4k and of 8k rows,
+# 64/8 heads of 128 (H200): forward 0.96 to 1.02, backward 0.96 to 1.02.
+CAPABILITY = 90
 
 
 class RunOffsets(NamedTuple):
