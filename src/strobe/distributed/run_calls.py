@@ -54,5 +54,5 @@ def are_runs(pieces: Sequence[Piece], own: Runs, mask: Mask) -> bool:
 
 
 def runs_pay(q: Tensor) -> bool:
-    """Whether rows q [B, S, H, D] are computed faster in one launch. Packed tensors have no batch."""
+    """Whether rows q [B, S, H, D] are computed in one launch. Packed tensors have no batch."""
     return q.shape[0] == 1 and q.is_cuda and Target.of(q.device).capability == CAPABILITY
