@@ -28,6 +28,7 @@ if TYPE_CHECKING or not help_request.alone(getattr(sys, "argv", []), sys.orig_ar
     from .interface.decode import append, attention_decode, explain_decode, partial_attention_decode
     from .interface.flex import flex_attention
     from .interface.paged import attention_paged, explain_paged, partial_attention_paged
+    from .mods.block_lists import block_lists
     from .mods.mask import mask_mod
     from .mods.score import alibi, bias, relative_bias, score_mod
     from .problem.cache import DenseCache, PagedCache, Rotary, quantize_kv
@@ -58,6 +59,7 @@ __all__ = [
     "attention_paged",
     "attention_varlen",
     "bias",
+    "block_lists",
     "causal",
     "documents",
     "explain",

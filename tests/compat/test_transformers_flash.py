@@ -10,10 +10,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+
+from strobe.integrations import flash_attn
 
 pytest.importorskip("transformers")
 
@@ -145,6 +149,16 @@ print(answers)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == ["[False, True, True, False]"], done.stdout + done.stderr[-2000:]
+
+
+def test_installing_updates_the_distributions_that_older_transformers_read_at_import(monkeypatch):
+    """transformers 5.17 keeps them in a dict, and finds FlashAttention-3 and 4 there alone."""
+    asked = ModuleType("transformers.utils.import_utils")
+    known = vars(asked).setdefault("PACKAGE_DISTRIBUTION_MAPPING", metadata.packages_distributions())
+    monkeypatch.setitem(sys.modules, asked.__name__, asked)
+    with flash_attn.install(3):
+        assert known.get("flash_attn_interface") == ["flash-attn-3"]
+    assert "flash_attn_interface" not in known
 
 
 def test_the_page_says_how():

@@ -2,9 +2,9 @@
 in a step. Each row is printed as soon as it is measured.
 
     python -m tests.distributed.on_gpus              results
-    python -m tests.distributed.on_gpus killed       whether the other ranks end by themselves after one has died
+    python -m tests.distributed.on_gpus runs         results of one call for several runs of rows alone
 
-Without GPUs four processes compute on the CPU over gloo.
+`tests.distributed.killed` is about a rank that dies. Without GPUs four processes compute on the CPU over gloo.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import strobe
 from strobe.distributed import Plan, context_parallel, problems, warmup
+from strobe.distributed.keys import Keys, Rows
 from strobe.integrations import sdpa
 from strobe.mods.dropout import kept
 
@@ -37,7 +37,6 @@ WAYS = {
     "heads+keys": {"scheme": "heads+keys"},
 }
 KINDS = torch.float64, torch.bfloat16  # of what results are compared with
-TIMEOUT = timedelta(seconds=10)  # of the ranks that are left, in `_killed`
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -103,9 +102,37 @@ def _check(rank: int, world: int, folder: str) -> None:
             failed.append(row[:3])
     failed += _torch_ring(world) if DEVICE == "cuda" else []
     failed += _functions(began)
+    failed += _runs(began)
+    _end(failed)
+
+
+def _check_runs(rank: int, world: int, folder: str) -> None:
+    _meet(rank, world, folder)
+    _end(_runs(time.monotonic()))
+
+
+def _end(failed: list[tuple]) -> None:
     dist.barrier()
     _say(f"{'failed' if failed else 'all hold'} {failed} {strobe.last_errors()}")
     os._exit(1 if failed else 0)
+
+
+def _runs(began: float) -> list[tuple]:
+    """Several runs of rows a rank, which one call computes (`distributed.run_calls`); one batch entry."""
+    failed: list[tuple] = []
+    whole, sinks = [t[:1] for t in _inputs(EVEN)[0]], _inputs(EVEN)[1]
+    for name in ("causal", "window"):
+        mask = _masks(EVEN)[name]
+        plan = context_parallel(scheme="keys", balance="tiles").plan(
+            mask, seqlen=EVEN, heads_q=HEADS, heads_kv=HEADS_KV
+        )
+        hidden = ~mask.dense(EVEN, EVEN, DEVICE)[:, None]
+        exact, eager = (_eager([t.to(kind) for t in whole], sinks.to(kind), hidden) for kind in KINDS)
+        ratios, same = _compared(plan, whole, sinks, (exact, eager))
+        launches = len(Rows(plan, (), whole[0], Keys.of(*whole[1:3], plan), None).together(plan.pieces.rest))
+        failed += _say_ratios(began, (f"{name}, {len(plan.pieces.rest)} runs", f"{launches} calls"), ratios)
+        failed += [] if same else [(name, "bits")]
+    return failed
 
 
 def _functions(began: float) -> list[tuple]:
@@ -248,60 +275,7 @@ def _eager(tensors, sinks, hidden, keep: float | torch.Tensor = 1.0, bias: float
     return (out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), tensors[3].to(out.dtype)))
 
 
-def _killed(rank: int, world: int, folder: str) -> None:
-    """The last rank ends after a step; the others wait for it in the next one."""
-    _meet(rank, world, folder)
-    group = dist.new_group(timeout=TIMEOUT)  # kernels are compiled before, which may take longer
-    plan = context_parallel(group, scheme="keys").plan(strobe.causal(), seqlen=EVEN, heads_q=HEADS, heads_kv=HEADS_KV)
-    whole, sinks = _inputs(EVEN)
-    local = [plan.shard(t) for t in whole]
-    warmup(problems(plan, *local[:3], sinks=sinks, deterministic=True))
-    _step(local, sinks, context_parallel=plan)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-    if rank == world - 1:
-        os._exit(9)
-    began = time.monotonic()
-    try:
-        for _ in range(3):
-            _step(local, sinks, context_parallel=plan)
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-    except RuntimeError as error:
-        print(
-            f"rank {rank}: {type(error).__name__} after {time.monotonic() - began:.1f} s: {str(error)[:90]}", flush=True
-        )
-        os._exit(1)
-    print(f"rank {rank}: no error after {time.monotonic() - began:.1f} s", flush=True)
-    os._exit(0)
-
-
-def _check_killed(world: int, folder: str) -> int:
-    """0 if every rank that is left ends by itself, with an error."""
-    os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
-    began = time.monotonic()
-    started = spawn(_killed, args=(world, folder), nprocs=world, join=False)
-    processes: list = list(started.processes) if started else []
-    processes[-1].join(60)
-    died = time.monotonic()
-    for process in processes[:-1]:
-        process.join(max(0.1, died + 4 * TIMEOUT.total_seconds() - time.monotonic()))
-    codes = [process.exitcode for process in processes]
-    holds = codes[-1] == 9 and all(code not in (None, 0) for code in codes[:-1])
-    seconds = f"{time.monotonic() - died:.1f} s after the death, {time.monotonic() - began:.1f} s in all"
-    print(
-        f"a rank that dies: {'holds' if holds else 'failed'}, exit codes {codes}, {seconds}, timeout {TIMEOUT}",
-        flush=True,
-    )
-    for process in processes:
-        process.kill()
-    return 0 if holds else 1
-
-
 if __name__ == "__main__":
     count = torch.cuda.device_count() or 4
     with tempfile.TemporaryDirectory() as folder:
-        if sys.argv[1:] == ["killed"]:
-            sys.exit(_check_killed(count, folder))
-        spawn(_check, args=(count, folder), nprocs=count)
+        spawn(_check_runs if sys.argv[1:] == ["runs"] else _check, args=(count, folder), nprocs=count)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import strobe
-from strobe.distributed import Plan, context_parallel, problems, warmup
+from strobe.distributed import Plan, context_parallel, keys, problems, warmup
 from strobe.ops import attention as ops
 from strobe.problem.problem import Problem
 from tests.distributed import divided
@@ -41,6 +41,7 @@ def session(rank: int, folder: str, world: int, is_whole: bool) -> None:
     divided.run_cases(divided.ways(), found, each)
     _few_rows(found)
     _given(found)
+    _runs(found)
     _wrong(found)
     _delayed(found)
     if is_whole or world == 2:
@@ -71,6 +72,22 @@ def _few_rows(found: Found) -> None:
             tensors = divided.inputs(seqlen, 4, seqlen)
             ours = divided.attend_shards(tensors, plan, True)
             found[f"few: {way}, {seqlen} rows"] = divided.difference(ours, divided.attend(tensors, True, causal=True))
+
+
+def _runs(found: Found) -> None:
+    """One call for several pieces, as on Hopper; one batch entry, since packed tensors have none."""
+    tensors = [t if t.dim() == 1 else t[:1] for t in divided.inputs(SEQLEN, 3, 4)]
+    for balance in ("head-tail", "tiles"):
+        for name in ("full", "causal", "window left", "window both"):
+            mask, calls = divided.MASKS[name](), []
+            plan = context_parallel(scheme="keys", balance=balance).plan(mask, seqlen=SEQLEN, heads_q=HEADS, heads_kv=3)
+            note = lambda call, calls=calls, decide=ops.decide: calls.append(call.runs) or decide(call)
+            with patch.object(keys, "runs_pay", lambda q: True), patch.object(ops, "decide", note):
+                ours = divided.attend_shards(tensors, plan, True)
+            found[f"runs: {balance}, {name}"] = divided.difference(ours, divided.attend(tensors, True, mask=mask))
+            joined = torch.tensor([sum(calls)])
+            dist.all_reduce(joined)
+            found[f"joined: {balance}, {name}"] = int(joined)
 
 
 def _packed(found: Found) -> None:

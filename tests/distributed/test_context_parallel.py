@@ -47,9 +47,15 @@ def test_every_mask_gives_what_one_process_gives(way, found):
     assert {name: error for name, error in part.items() if not error < EXACT} == {}
 
 
-@pytest.mark.parametrize("start", ["few", "packed", "other mask", "given"])
+@pytest.mark.parametrize("start", ["few", "packed", "other mask", "given", "runs"])
 def test_other_calls_give_what_one_process_gives(start, found):
     assert {name: error for name, error in _of(found, f"{start}: ").items() if not error < EXACT} == {}
+
+
+def test_pieces_become_runs_of_one_call(found):
+    """Forward and backward of some rank; with two ranks each head-tail run is a call of its own."""
+    joined = _of(found, "joined: tiles") if found["world"] == 2 else _of(found, "joined: ")
+    assert {name for name, calls in joined.items() if calls >= 2} >= {"joined: tiles, full", "joined: tiles, causal"}
 
 
 def test_random_delays_change_no_bit(found):

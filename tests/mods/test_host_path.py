@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import strobe
 from strobe.kernels.device.mask_blocks import while_kept
 from strobe.kernels.runtime.launch_cache import CACHE
-from strobe.ops import builtin_masks, mods_paged, repeated
+from strobe.ops import attention, builtin_masks, mods_paged, repeated
 from strobe.ops import mods as ops_mods
 from strobe.problem.call import Call
 from strobe.problem.mods import Mods, ModTexts
@@ -220,6 +220,30 @@ def test_a_repeated_call_gives_gradients_of_what_a_score_captures():
     with pytest.raises(strobe.UnsupportedProblem, match="double backward"):
         (gradient,) = torch.autograd.grad(out.square().sum(), slopes, create_graph=True)
         gradient.sum().backward()
+
+
+def test_the_backward_of_a_built_in_mask_calls_the_dispatcher_where_something_looks_on_alone(monkeypatch):
+    """Of a function that runs as key lengths: the call then has a tensor beside q, k and v."""
+    q, k, v = (one.requires_grad_() for one in _tensors())
+    lengths = torch.tensor([31])
+    seen = strobe.mask_mod(lambda b, h, i, j: j < lengths[b])
+    calls, op = [], attention.BACKWARD
+    monkeypatch.setattr(attention, "BACKWARD", lambda *given: (calls.append(given), op(*given))[1])
+    assert strobe.explain(q, k, v, mask=seen).problem.mask.key_lengths
+    run = lambda **how: torch.autograd.grad(strobe.attention(q, k, v, mask=seen).square().sum(), (q, k, v), **how)
+    first = run()
+    calls.clear()
+    for _ in range(3):
+        assert all(map(torch.equal, run(), first))
+    assert not calls
+    with _Passing():
+        assert all(map(torch.equal, run(), first))
+    assert len(calls) == 1
+    with pytest.raises(strobe.UnsupportedProblem, match="double backward"):
+        sum(one.sum() for one in run(create_graph=True)).backward()
+    with CACHE.emptied():
+        exact = strobe.attention(q, k, v, mask=strobe.key_lengths(lengths.int()))
+        assert all(map(torch.equal, torch.autograd.grad(exact.square().sum(), (q, k, v)), first))
 
 
 def test_a_repeated_call_meets_modes_and_settings():

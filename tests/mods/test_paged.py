@@ -147,6 +147,36 @@ def test_the_portable_kernel(paged):
     assert strobe.explain_paged(q, cache, **given).problem.mods is not None
 
 
+def test_bounds_of_a_mask_are_those_of_the_call():
+    """Windows, alone or joined by &, are no functions, so kernels skip what they hide."""
+    q, cache, offsets, _ = drawn(True)
+    given, even = {"cu_seqlens_q": offsets}, strobe.mask_mod(lambda b, h, i, j: j % 2 == 0)
+    run = lambda **options: strobe.attention_paged(q, cache, **given, **options)
+    problem = lambda **options: strobe.explain_paged(q, cache, **given, **options).problem
+    assert torch.equal(run(mask=strobe.window(9, 0)), run(window=(9, 0)))
+    assert torch.equal(run(mask=strobe.window(9, 3) & even, causal=False), run(window=(9, 3), mask=even, causal=False))
+    assert torch.equal(run(mask=strobe.window(30, 0) & even, window=(9, 5)), run(window=(9, 0), mask=even))
+    alone, joined = problem(mask=strobe.window(9, 3)), problem(mask=strobe.causal() & even, window=(9, 3), causal=False)
+    assert alone.mods is None and (alone.left, alone.right) == (9, 0)
+    assert joined.mods == problem(mask=even).mods and (joined.left, joined.right) == (9, 0)
+    with pytest.raises(strobe.InvalidProblem, match="key lengths"):
+        run(mask=strobe.key_lengths(INT(3, 4)) & strobe.causal())
+
+
+def test_the_hopper_kernels_on_prefills_and_decodes():
+    """Two launches, with windows and a mask that combines a function with a built-in one, and into a given tensor."""
+    q, cache, offsets, _ = drawn(True, torch.float16, 64)
+    given = {"cu_seqlens_q": offsets, "window": (60, 0), **options_of()}
+    given["mask"] = given["mask"] & strobe.window(50, 3)
+    exact = strobe.attention_paged(q, cache, **given)
+    with simulated(H200) as run:
+        assert strobe.explain_paged(q, cache, **given).forward.kernel.name == "hopper.paged"
+        out = torch.empty_like(q)
+        strobe.attention_paged(q, cache, out=out, **given)
+        assert run.launches == ["forward_kernel", "decode_kernel"]
+    _agree(out, exact)
+
+
 def test_the_portable_kernel_on_a_tree():
     q, cache, offsets, lengths = tree_calls(dtype=torch.float16)
     given = {"cu_seqlens_q": offsets, "mask": tree_mask(PARENTS, lengths), "max_seqlen_q": 6}

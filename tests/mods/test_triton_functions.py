@@ -122,6 +122,23 @@ def test_decode_with_functions():
         _agree([(strobe.attention_decode(q, cache, **options, kernel="portable").float(), exact.float())])
 
 
+@pytest.mark.parametrize("news", [pytest.param((40, 1, 0), marks=pytest.mark.nightly), (4, 1, 0)])
+def test_packed_queries_over_pages_on_hopper(news):
+    """The decode, and for 40 tokens the forward."""
+    pools = [_draw(24, 16, 2, 64, seed=n) for n in (1, 2)]
+    table = torch.randperm(24, generator=torch.Generator().manual_seed(1)).view(3, 8).int()
+    cache = strobe.PagedCache(*pools, table, torch.tensor([90, 17, 20], dtype=torch.int32))
+    offsets = torch.tensor([0, *news]).cumsum(0).int()
+    options = OPTIONS[1] | {"mask": _striped(reference=striped_reference), "cu_seqlens_q": offsets}
+    options["max_seqlen_q"] = max(news)
+    q = _draw(sum(news), 4, 64)
+    exact = strobe.attention_paged(q, cache, **options)
+    with on(H200) as run:
+        assert strobe.explain_paged(q, cache, **options).forward.kernel.name == "hopper.paged"
+        _agree([(strobe.attention_paged(q, cache, **options).float(), exact.float())])
+    assert ("forward_kernel" in run.launches) == (max(news) > 16) and "decode_kernel" in run.launches
+
+
 def test_a_mask_that_has_a_reference_is_a_mask_like_others():
     mask = _striped(reference=striped_reference)
     widths, at = torch.tensor([3, 4, 5, 3]), torch.arange(9)

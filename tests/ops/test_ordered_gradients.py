@@ -1,6 +1,10 @@
-"""Gradients of captured tensors with `deterministic=True` on GPUs' kernels, in the simulator against the CPU's."""
+"""Gradients of captured tensors with `deterministic=True` on GPUs' kernels, in the simulator against the CPU's: exact
+sums, and the second pass for tensors that are too large for them.
+"""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,8 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 import strobe
+from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import ordered_gradients
 from strobe.ops.ordered_gradients import PackedRows
+from strobe.problem import mods as problem_mods
 from strobe.problem.call import Call
 from strobe.problem.target import FAKES
 from tests.mods import triton_examples
@@ -17,6 +23,14 @@ from tools.proof.simulate import on
 
 A100, H200 = FAKES["A100"], FAKES["H200"]
 ROWS, KEYS, HEADS = 70, 90, (4, 2)
+
+
+@pytest.fixture
+def second_pass(monkeypatch):
+    """As for captured tensors that are too large for exact sums."""
+    monkeypatch.setattr(problem_mods, "MOST_EXACT_SUMS", -1)
+    with CACHE.emptied():
+        yield monkeypatch
 
 
 def _draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -56,18 +70,67 @@ def _gradients(name: str, target=None, seed: int = 0) -> list[torch.Tensor]:
         return list(torch.autograd.grad(run(), [*leaves, captured], up))
 
 
+def _at_night(names, each_commit):
+    return [pytest.param(one, marks=() if one in each_commit else pytest.mark.nightly) for one in names]
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_agree_with_the_cpu(name, monkeypatch):
-    monkeypatch.setattr(ordered_gradients, "MOST_ELEMENTS", 32 * KEYS * HEADS[0])  # several blocks of rows
+def test_exact_sums_agree_with_the_cpu(name):
     for got, exact in zip(_gradients(name, A100), _gradients(name)):
         assert ((got.float() - exact).norm() / exact.norm()).item() < 4e-3
 
 
-def test_hopper_and_equal_bits():
-    first, second = (_gradients("per head", H200, seed) for seed in (1, 2))
-    assert all(torch.equal(one, other) for one, other in zip(first, second))
-    for got, exact in zip(first, _gradients("per head")):
+@pytest.mark.parametrize("name", _at_night(CASES, ("per key, mask", "relative, hidden scores")))
+def test_the_second_pass_agrees_with_the_cpu(name, second_pass):
+    second_pass.setattr(ordered_gradients, "MOST_ELEMENTS", 32 * KEYS * HEADS[0])  # several blocks of rows
+    for got, exact in zip(_gradients(name, A100), _gradients(name)):
         assert ((got.float() - exact).norm() / exact.norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize(("name", "target"), (
+    ("per head", H200), ("per row, window", A100), pytest.param("per row, window", H200, marks=pytest.mark.nightly),
+))  # fmt: skip
+def test_equal_bits_in_any_order(name, target, monkeypatch):
+    """Programs and warps run in another order with another seed. The second pass is not taken."""
+    monkeypatch.delattr(ordered_gradients, "_add")
+    first, second = (_gradients(name, target, seed) for seed in (1, 2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+    for got, exact in zip(first, _gradients(name)):
+        assert ((got.float() - exact).norm() / exact.norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize("target", (A100, pytest.param(H200, marks=pytest.mark.nightly)))
+def test_elements_with_one_addition_need_no_sums(target, second_pass):
+    """A bias for each score is as large as the scores, and has no second pass."""
+    second_pass.delattr(ordered_gradients, "_add")
+
+    def gradients(dtype, seed=0):
+        bias = _draw(4, 40, 50, seed=5).requires_grad_()
+        q, k = (_draw(1, n, 4, 16, seed=n).half().to(dtype).requires_grad_() for n in (40, 50))
+        run = lambda: strobe.attention(q, k, k, score_mod=strobe.bias(bias), causal=True, deterministic=True)
+        with on(target, "random", seed) if dtype == torch.float16 else nullcontext():
+            out = run()
+            return torch.autograd.grad(out, (q, k, bias), _draw(*out.shape, seed=7).half().to(dtype))
+
+    found = gradients(torch.float16, 1)
+    assert all(map(torch.equal, found, gradients(torch.float16, 2)))
+    for got, exact in zip(found, gradients(torch.float32)):
+        assert ((got.float() - exact).norm() / exact.norm()).item() < 4e-3
+
+
+def test_repeated_calls_and_the_op_have_exact_sums(monkeypatch):
+    """A repeated call takes another path through the host's code, as does a graph of torch.compile."""
+    monkeypatch.delattr(ordered_gradients, "_add")
+    captured = _draw(4, seed=5).requires_grad_()
+    score = strobe.score_mod(lambda s, b, h, q, k: s * (1 + captured[h]))
+    q = _draw(1, 40, 4, 16).half().requires_grad_()
+    run = lambda q: strobe.attention(q, q, q, score_mod=score, deterministic=True)
+    up = _draw(1, 40, 4, 16, seed=7).half()
+    with on(A100):
+        found = [torch.autograd.grad(run(q), (q, captured), up) for _ in range(3)]
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        found.append(torch.autograd.grad(compiled(q), (q, captured), up))
+    assert all(torch.equal(one[1], found[0][1]) for one in found)
 
 
 # ---------------------------------------------------------------- packed and partial calls, and dropout
@@ -124,13 +187,20 @@ SMALL, LARGE = 16 * 30 * HEADS[0], 2 * 38 * 30 * HEADS[0]
 EACH_COMMIT = {("packed, bounds", LARGE), ("dropout", SMALL), ("partial", SMALL)}
 
 
+@pytest.mark.parametrize("name", _at_night(OTHERS, ("packed, lengths read",)))
+def test_exact_sums_of_packed_and_partial_calls_and_dropout(name, monkeypatch):
+    monkeypatch.delattr(ordered_gradients, "_add")
+    for got, exact in zip(_other_gradients(name, A100), _other_gradients(name)):
+        assert ((got.float() - exact).norm() / exact.norm()).item() < 4e-3
+
+
 @pytest.mark.parametrize(("name", "elements"), [
     pytest.param(name, size, marks=() if (name, size) in EACH_COMMIT else pytest.mark.nightly)
     for name in OTHERS for size in (SMALL, LARGE)
 ])  # fmt: skip
-def test_packed_and_partial_calls_and_dropout(name, elements, monkeypatch):
+def test_packed_and_partial_calls_and_dropout(name, elements, second_pass):
     """In blocks of two sequences, and of some rows of one."""
-    monkeypatch.setattr(ordered_gradients, "MOST_ELEMENTS", elements)
+    second_pass.setattr(ordered_gradients, "MOST_ELEMENTS", elements)
     for got, exact in zip(_other_gradients(name, A100), _other_gradients(name)):
         assert ((got.float() - exact).norm() / exact.norm()).item() < 4e-3
 
@@ -144,8 +214,11 @@ def test_equal_bits_of_packed_sequences_on_hopper():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_exact", (True, False))
 @pytest.mark.parametrize("name", OTHERS)
-def test_packed_and_partial_calls_and_dropout_on_a_gpu(name):
+def test_packed_and_partial_calls_and_dropout_on_a_gpu(name, is_exact, request):
+    if not is_exact:
+        request.getfixturevalue("second_pass")
     first, second = (_other_gradients(name, device="cuda") for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second))
     for got, exact in zip(first, _other_gradients(name)):
@@ -153,8 +226,11 @@ def test_packed_and_partial_calls_and_dropout_on_a_gpu(name):
 
 
 @pytest.mark.gpu
-def test_packed_sequences_in_a_graph():
+@pytest.mark.parametrize("is_exact", (True, False))
+def test_packed_sequences_in_a_graph(is_exact, request):
     """With bounds, nothing is read on the host."""
+    if not is_exact:
+        request.getfixturevalue("second_pass")
     offsets = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
     q = _draw(300, 4, 64).cuda().half().requires_grad_()
     slopes = torch.rand(2, 4, device="cuda", requires_grad=True)
@@ -183,7 +259,7 @@ def test_packed_sequences_in_a_graph():
     assert all(torch.equal(one, other) for one, other in zip(found, eager))
 
 
-def test_a_sequence_longer_than_promised_has_no_gradient():
+def test_a_sequence_longer_than_promised_has_no_gradient(second_pass):
     """Its captured tensors have none either, because the ordered pass does not visit all rows of the sequence."""
     slopes = torch.rand(2, requires_grad=True)
     q = _draw(70, 2, 16).half().requires_grad_()
@@ -197,7 +273,7 @@ def test_a_sequence_longer_than_promised_has_no_gradient():
     assert found.isnan().all()
 
 
-def test_a_triton_function_without_a_reference_is_refused():
+def test_a_triton_function_without_a_reference_is_refused(second_pass):
     """The second pass runs in torch operations."""
     bias = strobe.bias(torch.zeros(20, 20, requires_grad=True))
     q = _draw(1, 20, 4, 16).half()
@@ -206,6 +282,8 @@ def test_a_triton_function_without_a_reference_is_refused():
         with pytest.raises(strobe.UnsupportedProblem, match=r"captured tensors: .* pass reference="):
             strobe.attention(q, q, q, score_mod=bias, mask=shown, deterministic=True)
         assert strobe.supports(q, q, q, score_mod=bias, mask=shown)
+        second_pass.setattr(problem_mods, "MOST_EXACT_SUMS", 400)
+        assert strobe.supports(q, q, q, score_mod=bias, mask=shown, deterministic=True)
 
 
 def test_lengths_are_not_read_while_a_graph_is_captured(monkeypatch):

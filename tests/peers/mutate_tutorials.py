@@ -23,7 +23,7 @@ from typing import Any
 from strobe.sim import SimulationFault, cuda_on_cpu
 from strobe.sim.campaign import Campaign, Verdict
 from strobe.sim.scene import Scene, load
-from tests.peers.tutorials import Call, calls, skipped
+from tests.peers.tutorials import Call, calls, skipped, without_benchmarks
 from tools.proof.provenance import circumstances
 
 WRONG = ("AssertionError", "wrong result")  # what the tutorial's own comparison says
@@ -95,7 +95,7 @@ def main() -> int:
     )
     a = parser.parse_args()
     sys.path.insert(0, str(a.folder.resolve()))
-    with cuda_on_cpu(a.target):
+    with cuda_on_cpu(a.target), without_benchmarks():
         for name, scene in scenes(a.folder).items():
             if name.startswith(a.only):
                 row = {

@@ -388,6 +388,7 @@ def main() -> int:
     parser.add_argument("--path", type=Path, help="a folder of unpacked wheels or checkouts")
     parser.add_argument("--tutorials", type=Path, help="a folder of files that are run as they are")
     parser.add_argument("--by-rule", action="store_true", help="also each operator of FlagGems that a rule chooses")
+    parser.add_argument("--calls", type=int, help="at most this many calls of a tutorial's test function (all)")
     parser.add_argument("--only", default="", help="names of cases begin with this")
     parser.add_argument("--target", default="sm_90")
     parser.add_argument("--tolerance", type=float, default=2e-2, help="relative: products of float32 are TF32")
@@ -402,7 +403,7 @@ def main() -> int:
             cases |= dict(gems_by_name())
     rows = []
     with cuda_on_cpu(a.target):
-        of_tutorials = tutorials.cases(a.tutorials, LIMIT_S) if a.tutorials else ()
+        of_tutorials = tutorials.cases(a.tutorials, LIMIT_S, a.only, a.calls) if a.tutorials else ()
         for name, function in itertools.chain(cases.items(), of_tutorials):
             if name.startswith(a.only):
                 rows.append(run(name, function, a.target, a.tolerance))

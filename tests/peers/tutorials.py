@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton.testing
 from triton.runtime.jit import JITFunction
 
 LARGEST = 2**33  # product of the numbers of one parametrisation: M x N x K, say
@@ -40,18 +41,33 @@ VALIDATED: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
     "11-programmatic-dependent-launch.py": [("validate", (5000,))],
 }
 
+# test functions whose sizes are in an object: the calls that replace theirs
+SMALLER: dict[str, Callable[[ModuleType], list[Call]]] = {
+    "05-moe-bmm1-fused-gather.py": lambda module: [
+        {"c": module.MLPConfig("small", experts, 2, 1, hidden, wide), "batch_size": batch}
+        for experts, hidden, wide, batch in ((8, 256, 512, 32), (8, 256, 512, 64), (4, 384, 768, 128))
+    ],
+}
 
-def cases(folder: Path, seconds: int) -> Iterator[tuple[str, Callable[[], int]]]:
-    """Names of cases, and functions that run one and return how often they called the tutorial."""
+
+def cases(
+    folder: Path, seconds: int, only: str = "", most: int | None = None
+) -> Iterator[tuple[str, Callable[[], int]]]:
+    """Names of cases, and functions that run one and return how often they called the tutorial.
+
+    Files of which no case can begin with `only` are not imported. `most`: the calls of one test function, all by
+    default."""
     for file in sorted(folder.rglob("*.py")):
         if file.name.startswith(("conftest", "__")):
             continue
         name = f"tutorials/{file.relative_to(folder)}"
+        if not (name.startswith(only) or only.startswith(name)):
+            continue
         if "pytest.mark.parametrize" not in file.read_text() and file.name not in VALIDATED:
             yield name, lambda file=file: imported(file) and 1
             continue
         try:
-            with mock.patch.object(JITFunction, "run", lambda *_, **__: None):  # benchmarks that an import would run
+            with without_benchmarks(), mock.patch.object(JITFunction, "run", lambda *_, **__: None):
                 module = imported(file)
         except Exception as failure:  # of their file, or of the simulator: the row says which
             yield name, lambda failure=failure: _raised(failure)
@@ -59,11 +75,19 @@ def cases(folder: Path, seconds: int) -> Iterator[tuple[str, Callable[[], int]]]
         tests = {key: value for key, value in vars(module).items() if key.startswith("test_") and callable(value)}
         for key, test in tests.items():
             if test.__module__ == module.__name__ and not skipped(test):
-                run = lambda test=test, file=file: called(test, list(calls(test)), seconds, fixtures(file.parent))
+                own = SMALLER[file.name](module) if file.name in SMALLER else calls(test)
+                given = list(itertools.islice(own, most))
+                run = lambda test=test, given=given, file=file: called(test, given, seconds, fixtures(file.parent))
                 yield f"{name}::{key}", run
         for key, arguments in VALIDATED.get(file.name, []):
             of, function = ", ".join(map(str, arguments)), vars(module)[key]
             yield f"{name}::{key}({of})", lambda function=function, arguments=arguments: validated(function, arguments)
+
+
+def without_benchmarks() -> Any:
+    """A context in which benchmarks, which some files run when they are imported, time nothing."""
+    timing = lambda *_, **__: 1.0
+    return mock.patch.multiple(triton.testing, do_bench=timing, do_bench_cudagraph=timing)
 
 
 def imported(file: Path) -> ModuleType:
@@ -104,7 +128,7 @@ def calls(test: Callable[..., Any]) -> Iterator[Call]:
     smallest = [min(axis, key=size) for axis in axes]
     yield merged(smallest)
     for i, axis in enumerate(axes):
-        for value in axis:
+        for value in sorted(axis, key=size):
             call = merged([*smallest[:i], value, *smallest[i + 1 :]])
             if value is not smallest[i] and size(value) < LARGEST:
                 yield call

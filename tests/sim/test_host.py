@@ -246,3 +246,31 @@ def test_a_layer_norm_of_float16_adds_up_its_gradients_in_float32():
     assert given[1].grad.dtype == torch.float16
     for ours, theirs in zip(given, exact, strict=True):  # a rounding of the result, and the inputs' normalisation
         assert float((ours.grad - theirs.grad).abs().max()) <= 2 * torch.finfo(torch.float16).eps * largest
+
+
+PRODUCTS = {
+    "a @ b": lambda a, b: a @ b,
+    "mm": torch.mm,
+    "Tensor.matmul": lambda a, b: a.matmul(b),
+    "matmul, out": lambda a, b: torch.matmul(a, b, out=torch.empty(len(a), b.shape[1], dtype=a.dtype)),
+    "bmm": lambda a, b: torch.bmm(a[None], b[None])[0],
+    "einsum": lambda a, b: torch.einsum("ij,jk->ik", a, b),
+    "linear": lambda a, b: functional.linear(a, b.T),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_a_product_of_16_bits_is_rounded_once(product, dtype):
+    """torch's CPU adds its terms in float32, and rounds about 1 of 700 elements otherwise. Triton's tutorials compare
+    their kernels with it, and allow less than that."""
+    draws = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, generator=draws).to(dtype) for _ in range(2))
+    exact = a.double() @ b.double()
+    with cuda_on_cpu("sm_90"):
+        given = a.detach().requires_grad_() if product is not PRODUCTS["matmul, out"] else a
+        found = product(given, b)
+        assert found.dtype == dtype and torch.equal(found, exact.to(dtype))
+        if given.requires_grad:
+            found.sum().backward()
+            assert given.grad.dtype == dtype

@@ -138,7 +138,9 @@ def small(tmp_path, monkeypatch):
 
 def test_the_command_goes_on_and_writes_one_row(small, monkeypatch, capsys):
     results = small / "results/nightly.jsonl"
-    assert nightly.main(["--jobs", "1", "--step", "tests"]) == 1 and not results.exists()
+    assert nightly.main(["--jobs", "1", "--step", "tests"]) == 1
+    without_drift = json.loads(results.read_text())
+    assert (without_drift["passed"], without_drift["failed"], without_drift["drift"]) == (1, 1, None)
     monkeypatch.setenv("MENDED", "1")
     assert nightly.main(["--jobs", "1", "--step", "tests", "--", "-k", "test_a"]) == 1  # test_b has not passed
     assert nightly.main(["--jobs", "1"]) == 0

@@ -163,7 +163,8 @@ _SCATTERED = (
     "beside its scores and o"
 )
 _FOUR = "what three or four consumers of few registers need of a tile between their steps: none of it within them"
-_TALL = "a function of 64 rows; with eight warps none, and 1.39 times the time (H200, a mask_mod of trees)"
+_TALL = "functions of the scores of a tall tile; with eight warps it is slower (H200, DecodeTraits.warps)"
+_MASKED = "a mask_mod of three consumers, which are faster than two that spill nothing (H200, SCORE_TUNINGS)"
 _TALL_OF_8_BITS = "64 rows over 8-bit keys, whose conversion takes registers, too; eight warps were not measured"
 _CONVERTED = (
     "what a producer needs of a tile, put by while its registers hold 8-bit keys: none of it within its loop over "
@@ -201,8 +202,12 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d192 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
     Allowance("forward_kernel", "d192/128 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
     # sm_90, the Hopper decode
-    Allowance("decode_kernel", "paged d128 16 tokens, score_mod", "sm_90", 8, _TALL, family="hopper.decode"),
+    Allowance("decode_kernel", "paged d128 float8, 16 *, score_mod", "sm_90", 236, _TALL, family="hopper.decode"),
+    Allowance("decode_kernel", "paged d128 16 *, score_mod and mask_mod", "sm_90", 296, _TALL, family="hopper.decode"),
+    Allowance("decode_kernel", "paged d256 float8, 8 *, score_mod *", "sm_90", 124, _TALL, family="hopper.decode"),
+    Allowance("decode_kernel", "paged d*, score_mod", "sm_90", 8, _TALL, family="hopper.decode"),
     Allowance("decode_kernel", "paged d* float8 prefill*", "sm_90", 92, _TALL_OF_8_BITS, family="hopper.decode"),
+    Allowance("forward_kernel", "paged d128 prefill, mask_mod", "sm_90", 376, _MASKED, family="hopper.decode"),
     Allowance("forward_kernel", "paged d128 float8 prefill", "sm_90", 32, _CONVERTED, family="hopper.decode"),
     Allowance(
         "forward_kernel", "paged d64 float8 prefill, pages of 1", "sm_90", 40, _CONVERTED, family="hopper.decode"

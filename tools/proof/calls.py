@@ -12,7 +12,7 @@ import torch
 
 from strobe.mods.mask import mask_mod
 from strobe.mods.score import alibi
-from strobe.ops.mods import bind_functions
+from strobe.ops.cached_functions import bind_functions
 from strobe.problem import mask as masks
 from strobe.problem.append import AppendCall
 from strobe.problem.cache import FP8
@@ -49,6 +49,13 @@ def _packed(width: int, mask: Mask, heads: tuple[int, int], tokens: int = 256, *
     )
 
 
+def _runs(width: int, heads: tuple[int, int], tokens: int = 256) -> Call:
+    """Two runs of rows over overlapping keys, as a rank of context parallelism has them."""
+    call = _packed(width, masks.causal(), heads, tokens)
+    rows = torch.tensor([[0, tokens // 2, 3 * tokens // 2], [0, 0, 0]], dtype=torch.int32)
+    return call._replace(cu_seqlens_k=rows, max_seqlen_k=3 * tokens // 2)
+
+
 def _documents(keys: int = 256) -> Mask:
     return masks.documents(torch.zeros(1, keys, dtype=torch.int32))
 
@@ -80,6 +87,7 @@ CASES: dict[str, Callable[[], Call]] = {
     "d128 packed window sinks softcap": lambda: _packed(
         128, masks.window(64, 0), (8, 2), sinks=torch.zeros(8), softcap=20.0
     ),
+    "d128 runs group 8 causal": lambda: _runs(128, (8, 1)),
     "d128 partial, scale < 0": lambda: _dense(128, partial=True, scale=-0.1),
     "d64 float32": lambda: _dense(64, dtype=torch.float32),
     "d256 causal float32": lambda: _dense(256, mask=masks.causal(), dtype=torch.float32),
@@ -120,6 +128,7 @@ def _hopper_cases() -> dict[str, Callable[[], Call]]:
     for name, width in {"d64": 64, "d128": 128, "d256": 256}.items():  # the heads of a group are divided among programs
         cases[f"{name} group 8 causal"] = partial(_dense, width, mask=bands["causal"], heads=(8, 1))
     cases["d128 packed group 4 window"] = partial(_packed, 128, bands["window"], (8, 2))
+    cases["d128 runs group 8 causal, many keys"] = partial(_runs, 128, (8, 1), 2 * 8192)
     shared = {
         "d96 group 8 dense, 5 rows": (96, 96),
         "d128 group 8 causal, 5 rows": (128, 128),
@@ -292,6 +301,7 @@ def _tree(call: Any, tokens: int, score: object = None) -> Any:
 
 
 # Hopper decode: every way to address a key, each number of query rows, each width, with and without splits, functions.
+# Then prefills.
 HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     name: case for name, case in DECODES.items() if name.startswith(("d128", "d256 pages", "d64 rows"))
 } | {
@@ -343,6 +353,15 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     ),
     "paged d256 prefill": lambda: _paged(256, tokens=2048, keys=4096),
     "paged d192 prefill, window": lambda: _paged(192, tokens=2048, keys=4096, left=900),
+    "paged d128 prefill, score_mod": lambda: _alibi(_paged(128, tokens=2048, keys=4096)),
+    "paged d96 prefill, score_mod": lambda: _alibi(_paged(96, tokens=2048, keys=4096)),
+    "paged d128 prefill, mask_mod": lambda: _tree(_paged(128, 64, tokens=2048, keys=4096), 64),
+    "paged d64 prefill, softcap, score_mod and mask_mod": lambda: _tree(
+        _paged(64, tokens=2048, keys=4096, softcap=20.0), 64, alibi(torch.ones(32))
+    ),
+    "paged d128 float8 prefill, score_mod and mask_mod": lambda: _tree(
+        _paged(128, tokens=2048, keys=4096, cache_dtype=FP8), 64, alibi(torch.ones(32))
+    ),
     "paged d256 prefill, left padded rows": lambda: _paged(
         256, 0, tokens=2048, keys=4096, k_start=torch.zeros(1, dtype=torch.int32)
     ),

@@ -66,6 +66,7 @@ def groups_of(processes: Any) -> list[ProcessGroup]:
 class Transfer:
     """Contiguous tensors on their way between ranks of a group, without copies. Two ranks name the tensors that pass
     between them in the same order. Empty lists are allowed.
+
     """
 
     def __init__(
@@ -73,8 +74,21 @@ class Transfer:
         given: Sequence[tuple[int, Tensor]],
         taken: Sequence[tuple[int, Tensor]],
         group: ProcessGroup | None,
+        all_to_all: torch.device | None = None,
     ):
-        """given: the target rank in the group and the tensor to send. taken: the source rank and the tensor to fill."""
+        """given: the target rank in the group and the tensor to send. taken: the source rank and the tensor to fill.
+        all_to_all: the device of the tensors, if one call of NCCL's is to exchange them, which takes less of the host's
+        time. All ranks of the group must make it, and each may send at most one tensor to each other rank.
+        """
+        self.alive = given, taken  # until the transfer is over
+        if all_to_all is not None:
+            nothing = torch.empty(0, dtype=torch.uint8, device=all_to_all)
+            leaving, arriving = ([nothing] * dist.get_world_size(group) for _ in range(2))
+            for tensors, several in ((leaving, given), (arriving, taken)):
+                for rank, tensor in several:
+                    tensors[rank] = _bytes(tensor)
+            self.works = [cast("Work", dist.all_to_all(arriving, leaving, group=group, async_op=True))]
+            return
         transfers = [(dist.isend, *one) for one in given] + [(dist.irecv, *one) for one in taken]
         operations = [
             dist.P2POp(operation, _bytes(tensor), group=group, group_peer=rank)
@@ -82,7 +96,6 @@ class Transfer:
             if tensor.numel()
         ]
         self.works = dist.batch_isend_irecv(operations) if operations else []
-        self.alive = given, taken  # until the transfer is over
 
     def wait(self) -> None:
         """Make the current stream, or on a CPU the process, wait for what comes."""

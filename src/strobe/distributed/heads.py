@@ -100,7 +100,7 @@ def enter(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     share, order = Share.of(q.shape[2], k.shape[2], plan.heads_size), Order.of(plan, q.shape[0], q.device)
     index = _head_index(plan, share, q.device)
     k, v = (t if len(share.key_heads) == t.shape[2] else t.index_select(2, index) for t in (k, v))
-    got = _exchange_out(torch.cat([_by_rank(t, share.ranks) for t in (q, k, v)], -1), plan, order)
+    got = _exchange_out(_by_rank((q, k, v), share.ranks), plan, order)
     widths = [t.shape[2] // share.ranks * t.shape[3] for t in (q, k, v)]
     parts = _rows(got, order.from_buffer, q.shape[0]).split(widths, -1)
     return tuple(part.unflatten(-1, (-1, t.shape[3])) for part, t in zip(parts, (q, k, v)))
@@ -132,13 +132,18 @@ def leave(plan: Plan, out: Tensor) -> Tensor:
 def leave_gradient(plan: Plan, gradient: Tensor) -> Tensor:
     """The gradient of what `leave` took."""
     order = Order.of(plan, gradient.shape[0], gradient.device)
-    got = _exchange_out(_by_rank(gradient, plan.heads_size), plan, order)
+    got = _exchange_out(_by_rank((gradient,), plan.heads_size), plan, order)
     return _rows(got, order.from_buffer, gradient.shape[0]).unflatten(-1, (-1, gradient.shape[3]))
 
 
-def _by_rank(tensor: Tensor, ranks: int) -> Tensor:
-    """[B, S, H, D] as [ranks, B * S, H / ranks * D]."""
-    return tensor.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).flatten(3).flatten(1, 2)
+def _by_rank(tensors: Sequence[Tensor], ranks: int) -> Tensor:
+    """Tensors [B, S, H, D] as [ranks, B * S, width], where a row holds H / ranks heads of each. One copy of each."""
+    batch, rows = tensors[0].shape[:2]
+    widths = [t.shape[2] // ranks * t.shape[3] for t in tensors]
+    found = tensors[0].new_empty((ranks, batch, rows, sum(widths)))
+    for place, t in zip(found.split(widths, -1), tensors):
+        place.unflatten(-1, (-1, t.shape[3])).copy_(t.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4))
+    return found.flatten(1, 2)
 
 
 def _exchange_out(send: Tensor, plan: Plan, order: Order) -> Tensor:

@@ -1,9 +1,10 @@
 """Scheme `keys`: each rank receives the keys that its rows may see, and computes its rows alone.
 
-The forward runs a call per piece (`pieces`), first those over own keys alone, while other keys arrive. If every row is
-in one piece, the pieces write the result. Otherwise they are partial results in float32, merged in a fixed order, and
-sinks are added once, after the last merge. The backward runs the same pieces with the lse of whole rows, so that each
-gives its part of dq, dk and dv. Gradients of received keys return to their rank (`key_gradients`).
+The forward runs a call per piece (`pieces`), or one for several (`run_calls`), first those over own keys alone, while
+other keys arrive. If every row is in one piece, the pieces write the result. Otherwise they are partial results in
+float32, merged in a fixed order, and sinks are added once, after the last merge. The backward runs the same calls with
+the lse of whole rows, so that each gives its part of dq, dk and dv. Gradients of received keys return to their rank
+(`key_gradients`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .group import Transfer
 from .key_gradients import KeyGradients
 from .pieces import Piece, mask_of
 from .plan import Plan
+from .run_calls import RunOffsets, are_runs, runs_pay
 from .runs import Run, Runs, offset, overlap, size, union
 
 Options = tuple  # scale, softcap, deterministic, batch_invariant, kernel: the fields of Call in this order
@@ -53,11 +55,15 @@ class Keys(NamedTuple):
 
     def at(self, keys: Run) -> tuple[Tensor, Tensor]:
         """k [B, positions, H_kv, D] and v at these positions, which must all be held: views."""
-        if any(start <= keys[0] and keys[1] <= stop for start, stop in self.own):
+        if self.is_own(keys):
             begin = offset(self.own, keys[0])
             rows = slice(begin, begin + keys[1] - keys[0])
             return self.k[:, rows], self.v[:, rows]
         return self.split(self._buffered(keys))
+
+    def is_own(self, keys: Run) -> bool:
+        """Whether k and v of these positions are read in place."""
+        return any(start <= keys[0] and keys[1] <= stop for start, stop in self.own)
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """k and v of all keys that are held: views."""
@@ -83,7 +89,8 @@ class Keys(NamedTuple):
         rows = self._buffered if is_buffered else self._joined
         leaving = [(rank, rows(run)) for rank, runs in enumerate(given) for run in runs]
         arriving = [(rank, self._buffered(run)) for rank, runs in enumerate(taken) for run in runs]
-        transfer = Transfer(leaving, arriving, plan.ranks.keys)
+        in_one = self.k.device if plan.links_are_single and self.k.is_cuda else None
+        transfer = Transfer(leaving, arriving, plan.ranks.keys, in_one)
         if not is_buffered:
             self._fill()
         return transfer
@@ -129,7 +136,20 @@ def empty_calls(plan: Plan, call: Call) -> list[Call]:
     call: on this rank's q, k and v, without a mask. Their contents are not read.
     """
     rows = Rows(plan, call[5:10], call.q, Keys.of(call.k, call.v, plan), call.sinks)
-    return [one for piece in plan.pieces.all for one in (rows.forward_call(piece), rows.backward_call(piece))]
+    launches = rows.together(plan.pieces.own) + rows.together(plan.pieces.rest)
+    return [one for pieces in launches for one in (rows.forward_call(pieces), rows.backward_call(pieces))]
+
+
+def forward_into(out: Tensor, call: Call) -> Tensor:
+    """lse of a call without gradients. Writes out, some of the rows of a tensor."""
+    if unseen_mode_active():  # a mode looks for the op
+        return ops.run(call, out)[1]
+    call = ops.received(call.arguments)
+    choice = ops.decide(call)
+    shape, strides, dtype = choice.problem.outputs[1]
+    lse = call.q.new_empty_strided(shape, strides, dtype=dtype)
+    ops.write(choice, call, out, lse)
+    return lse
 
 
 def backward_into(
@@ -144,7 +164,8 @@ def backward_into(
         dq.copy_(found[0])
         return found[1:]
     call = ops.received(call.arguments)
-    given = Backward(*tensors, dq, *[t.new_empty(t.shape) for t in (*call[1:3], tensors[2])])
+    dk, dv = (call.k.new_empty(shape) for shape in call.gradient_shapes[1:])
+    given = Backward(*tensors, dq, dk, dv, torch.empty_like(tensors[2]))
     ops.write_gradients(ops.decide(call), call, given)
     return given.dk, given.dv, ops.sinks_gradient(call, tensors[2], given.delta)
 
@@ -156,29 +177,42 @@ class Rows:
         self.plan, self.options, self.q, self.keys, self.sinks = plan, options, q, keys, sinks
         self.pieces = plan.pieces
 
-    def _arriving(self) -> Iterator[Piece]:
-        """Each piece, once its keys are there. Own pieces are launched while other keys arrive."""
+    def together(self, pieces: tuple[Piece, ...]) -> list[tuple[Piece, ...]]:
+        """The pieces of each launch."""
+        if len(pieces) > 1 and self.pieces.rows_once and runs_pay(self.q):
+            plan = self.plan
+            if plan.keep(("are runs", pieces), lambda: are_runs(pieces, plan.own_rows, plan.mask)):
+                return [pieces]
+        return [(piece,) for piece in pieces]
+
+    def _arriving(self) -> Iterator[tuple[Piece, ...]]:
+        """The pieces of each launch, once their keys are there. Own pieces are launched while other keys arrive."""
         transfer = self.keys.exchange(self.plan)
-        yield from self.pieces.own
+        yield from self.together(self.pieces.own)
         transfer.wait()
-        yield from self.pieces.rest
+        yield from self.together(self.pieces.rest)
 
-    def _place(self, piece: Piece) -> slice:
-        begin = offset(self.plan.own_rows, piece.rows[0])
-        return slice(begin, begin + piece.rows[1] - piece.rows[0])
+    def _place(self, pieces: tuple[Piece, ...]) -> slice:
+        begin = offset(self.plan.own_rows, pieces[0].rows[0])
+        return slice(begin, begin + sum(stop - start for (start, stop), _ in pieces))
 
-    def _call(self, piece: Piece) -> Call:
-        k, v = self.keys.at(piece.keys)
-        sinks = self.sinks if self.pieces.rows_once else None
-        return Call(self.q[:, self._place(piece)], k, v, -1, -1, *self.options, sinks=sinks).with_mask(
-            self._mask(piece)
-        )
+    def _call(self, pieces: tuple[Piece, ...]) -> Call:
+        q, sinks = self.q[:, self._place(pieces)], self.sinks if self.pieces.rows_once else None
+        if len(pieces) == 1:
+            call = Call(q, *self.keys.at(pieces[0].keys), -1, -1, *self.options, sinks=sinks)
+            return call.with_mask(self._mask(pieces[0]))
+        is_own = self.keys.is_own(pieces[0].keys)
+        k, v = (self.keys.k, self.keys.v) if is_own else self.keys.whole()
+        held = self.keys.own if is_own else self.keys.held
+        offsets = self.plan.keep(("runs", pieces, q.device), lambda: RunOffsets.of(pieces, held, q.device))
+        call = Call(q[0], k[0], v[0], -1, -1, *self.options, sinks=sinks).with_mask(self._mask(pieces[0]))
+        return call._replace(**offsets._asdict())
 
-    def forward_call(self, piece: Piece) -> Call:
-        return self._call(piece)._replace(partial=not self.pieces.rows_once)
+    def forward_call(self, pieces: tuple[Piece, ...]) -> Call:
+        return self._call(pieces)._replace(partial=not self.pieces.rows_once)
 
-    def backward_call(self, piece: Piece) -> Call:
-        return self._call(piece).with_grad
+    def backward_call(self, pieces: tuple[Piece, ...]) -> Call:
+        return self._call(pieces).with_grad
 
     def _mask(self, piece: Piece) -> Mask:
         """The mask of a piece. Documents of a piece are kept: their ids never change."""
@@ -197,19 +231,18 @@ class Rows:
             lse = q.new_empty(shape, dtype=dtype)
             if not pieces.are_all_rows(self.plan.own_rows):
                 lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks.to(dtype)[None, :, None].expand_as(lse))
-            is_one = pieces.is_one(self.plan.own_rows)
-            for piece in self._arriving():
-                rows = self._place(piece)
-                found = ops.run(self.forward_call(piece), out[:, rows])[1]
-                if is_one:
-                    lse = found
+            for several in self._arriving():
+                rows, call = self._place(several), self.forward_call(several)
+                found = forward_into(out[0, rows] if call.packed else out[:, rows], call)
+                if rows == slice(0, shape[2]):
+                    lse = found.view(shape)
                 else:
                     lse[:, :, rows] = found
             return out, lse
         lse = q.new_full(shape, -torch.inf, dtype=dtype)
         written: Runs = ()
-        for piece in self._arriving():
-            rows, part = self._place(piece), Partial(*ops.run(self.forward_call(piece)))
+        for several in self._arriving():
+            (piece,), rows, part = several, self._place(several), Partial(*ops.run(self.forward_call(several)))
             if overlap(written, (piece.rows,)):
                 part = merge(Partial(out[:, rows], lse[:, :, rows]), part)
             out[:, rows], lse[:, :, rows] = part
@@ -231,10 +264,13 @@ class Rows:
         )
         gradients = KeyGradients(self.plan, k.shape[2], like)
         dsinks: list[Tensor] = []
-        for piece in self._arriving():
-            rows, call = self._place(piece), self.backward_call(piece)
+        for several in self._arriving():
+            rows, call = self._place(several), self.backward_call(several)
             given = dout[:, rows], out[:, rows], lse[:, :, rows].contiguous(), None
-            if pieces.rows_once and not is_one:
+            if call.packed:
+                packed = given[0][0], given[1][0], given[2][0], None
+                dk, dv, dsinks_part = backward_into(dq[0, rows], packed, call)
+            elif pieces.rows_once and not is_one:
                 dk, dv, dsinks_part = backward_into(dq[:, rows], given, call)
             else:
                 dq_part, dk, dv, dsinks_part = ops.BACKWARD(*given, *call.arguments)
@@ -243,7 +279,9 @@ class Rows:
                 else:
                     dq[:, rows].add_(dq_part)
             dsinks.append(dsinks_part)
-            gradients.add(dk, dv)
+            lengths = [stop - start for _, (start, stop) in several]
+            for part in zip(dk.split(lengths, -3), dv.split(lengths, -3)):
+                gradients.add(*(t[None] if call.packed else t for t in part))
         dk, dv = gradients.exchange()
         if self.sinks is None:
             return dq.to(q.dtype), dk, dv, None

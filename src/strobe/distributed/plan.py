@@ -194,6 +194,12 @@ class Plan:
         given = tuple(self.sent(mine, other) for other in range(self.keys_size))
         return given, tuple(self.sent(other, mine) for other in range(self.keys_size))
 
+    @cached_property
+    def links_are_single(self) -> bool:
+        """Whether keys are exchanged, and no rank of a `keys` group sends two runs to another one."""
+        counts = [len(self.sent(one, other)) for one in range(self.keys_size) for other in range(self.keys_size)]
+        return max(counts) == 1
+
     @property
     def own_rows(self) -> Runs:
         """The rows of this rank's heads group: those that this rank computes, for some of the heads."""

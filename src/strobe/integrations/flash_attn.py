@@ -156,6 +156,10 @@ def _forget() -> None:
         clear = getattr(getattr(asked, name, None), "cache_clear", None)
         if clear is not None:
             clear()
+    known = getattr(asked, "PACKAGE_DISTRIBUTION_MAPPING", None)  # transformers 5.17 reads it once, at import
+    if isinstance(known, dict):
+        known.clear()
+        known.update(metadata.packages_distributions())
     loaded = sys.modules.get("transformers.modeling_flash_attention_utils")
     if loaded is not None and hasattr(loaded, "_loaded_implementation"):
         vars(loaded)["_loaded_implementation"] = None

@@ -407,6 +407,9 @@ def _packed(
             raise wrong_type(
                 name, offsets, "an int32 tensor [n + 1]", "give the running sum of lengths, from 0 to the total"
             )
+        if offsets.dim() > 1:
+            got, expected = f"shape {list(offsets.shape)}", "[n + 1] for n sequences"
+            raise InvalidProblem(name, got, expected, "give the running sum of lengths, from 0")
     longest = [
         as_length(name, bound) for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
     ]

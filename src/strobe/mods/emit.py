@@ -6,8 +6,9 @@
 
 aux is one flat tuple: for each captured tensor its pointer, then the stride and the size of each dimension; then the
 numbers; then S_k - S_q, if the program reads it (of packed sequences the pointers of cu_seqlens_q and cu_seqlens_k,
-from which it is computed); then, in a backward, the pointer and the strides of each gradient that is added to. `aux_of`
-builds it. Positions come unbroadcast, so what depends on a row alone is computed once a row.
+from which it is computed); then, in a backward, the pointer and the strides of each gradient that is added to (of exact
+sums also the distance of their slots). `aux_of` builds it. Positions come unbroadcast, so what depends on a row alone
+is computed once a row.
 """
 
 from __future__ import annotations
@@ -98,13 +99,16 @@ def mask_text(text: str, packed: bool = False) -> str:
 
 
 @lru_cache(maxsize=256)
-def backward_text(text: str, adds: bool = True, keys_aligned: bool = True, packed: bool = False) -> str:
+def backward_text(
+    text: str, adds: bool = True, keys_aligned: bool = True, packed: bool = False, exact: bool = False
+) -> str:
     """The source of score_mod_bwd for a gradient's program. It adds to captured tensors' gradients by atomics; with
-    adds=False it does not. Where it adds, its scores are transposed, [keys, queries], and begin at a multiple of 16
-    queries, and with keys_aligned of 16 keys.
+    adds=False it does not. exact: it adds to the integers of `exact_sums`, which gives the same bits in any order.
+    Where it adds, its scores are transposed, [keys, queries], and begin at a multiple of 16 queries, and with
+    keys_aligned of 16 keys.
     """
     arguments = "dscore, score, b, h, q_idx, kv_idx, aux"
-    return _function("score_mod_bwd", arguments, Program.parse(text), packed, adds, keys_aligned)
+    return _function("score_mod_bwd", arguments, Program.parse(text), packed, adds, keys_aligned, exact)
 
 
 Diagonal = int | tuple[Tensor, Tensor]  # S_k - S_q, or (cu_seqlens_q, cu_seqlens_k)
@@ -126,7 +130,8 @@ def aux_of(program: Program, tensors: Sequence[Tensor], numbers: Sequence[float]
 def gradient_aux_of(program: Program, gradients: Sequence[Tensor | None]) -> tuple:
     """What follows in the `aux` of a gradient's program: pointer and strides of each captured tensor's gradient.
 
-    gradients: one tensor for each captured tensor, by its number; those without a gradient are not read.
+    gradients: one tensor for each captured tensor, by its number; those without a gradient are not read. Exact sums
+    have one dimension more, of slots.
     """
     aux: list[Tensor | int] = []
     for scatter in program.scatters:
@@ -140,8 +145,8 @@ def gradient_aux_of(program: Program, gradients: Sequence[Tensor | None]) -> tup
 class _Places:
     """Where things are in aux."""
 
-    def __init__(self, program: Program, packed: bool) -> None:
-        self.packed = packed
+    def __init__(self, program: Program, packed: bool, exact: bool) -> None:
+        self.packed, self.exact = packed, exact
         self.tensors: list[int] = []
         at = 0
         for captured in program.tensors:
@@ -153,13 +158,14 @@ class _Places:
         self.gradients: list[int] = []
         for scatter in program.scatters:
             self.gradients.append(at)
-            at += 1 + scatter.ndim
+            at += 1 + scatter.ndim + exact
 
 
 def _function(
-    name: str, arguments: str, program: Program, packed: bool, adds: bool = True, keys_aligned: bool = True
-) -> str:
-    places = _Places(program, packed)
+    name: str, arguments: str, program: Program, packed: bool, adds: bool = True, keys_aligned: bool = True,
+    exact: bool = False,
+) -> str:  # fmt: skip
+    places = _Places(program, packed, exact)
     ranges = node_bounds(program, {one: _POSITION for one in ("b", "h", "q", "k")})
     names: list[str] = []
     statements: dict[int, str] = {}
@@ -180,6 +186,8 @@ def _function(
     lines.append(f"return {_result(program, names)}")
     called = {str(node.value) for node in program.nodes if node.op == "triton"}
     imports = [f"from strobe.mods.triton_functions import {one}" for one in sorted(called)]
+    if exact and adds and program.scatters:
+        imports.append("from strobe.kernels.device.exact_sums import add_exactly")
     return "\n".join((*imports, "@triton.jit", f"def {name}({arguments}):", *(f"    {line}" for line in lines)))
 
 
@@ -351,7 +359,11 @@ def _scatters(
                     lines.append(f"{words[d]} = tl.reduce(tl.reduce({index}, 3, first), 1, first)")
             lines.append(f"{sum_of} = tl.sum(tl.sum(tl.reshape({sum_of}, {shape}), 3), 1)")
         address = _address(at, words, [ranges[i] for i in indices], 1, places.tensors[scatter.tensor])
-        lines.append(f'tl.atomic_add({address} + tl.where({sum_of} == 0, 0, 0), {sum_of}, sem="relaxed")')
+        place = f"{address} + tl.where({sum_of} == 0, 0, 0)"
+        if places.exact:
+            lines.append(f"add_exactly({place}, aux[{at + 1 + scatter.ndim}], {sum_of})")
+        else:
+            lines.append(f'tl.atomic_add({place}, {sum_of}, sem="relaxed")')
         found.append(([at_value, *indices], lines))
     reads_score = lambda nodes: any(program.nodes[n].value == "score" for n in _sources(program, nodes))
     return sorted(found, key=lambda one: not reads_score(one[0]))

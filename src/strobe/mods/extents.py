@@ -15,7 +15,8 @@ from ..errors import InvalidProblem
 from ..problem.call import Call
 
 MEANING = {"b": "batch entries", "h": "query heads", "q": "queries", "k": "keys"}
-Axes = tuple[str | None, ...]  # for each dimension of a tensor the position of MEANING that indexes it, if one does
+Axis = str | tuple[str, int] | None  # a position of MEANING; with a number, one index for so many positions
+Axes = tuple[Axis, ...]  # for each dimension of a tensor what indexes it, if a position does
 
 
 def axes_of(tensor: Tensor) -> Axes:
@@ -37,12 +38,14 @@ def check(
     more.
     """
     for tensor, names in zip(tensors, axes):
-        for dim, name in enumerate(names):
-            if name is None:
+        for dim, axis in enumerate(names):
+            if axis is None:
                 continue
-            count, wanted, is_exact = tensor.shape[dim], sizes[name], name in ("b", "h") and not is_part
+            name, step = (axis, 1) if isinstance(axis, str) else axis
+            count, wanted, is_exact = step * tensor.shape[dim], sizes[name], name in ("b", "h") and not is_part
             if count < wanted or (is_exact and count > wanted):
-                got = f"a tensor of shape {list(tensor.shape)}, whose dimension {dim} counts {MEANING[name]}"
+                what = MEANING[name] if step == 1 else f"blocks of {step} {MEANING[name]}"
+                got = f"a tensor of shape {list(tensor.shape)}, whose dimension {dim} counts {what}"
                 expected = f"{'' if is_exact else 'at least '}{wanted}, the {MEANING[name]} of the call"
                 remedy = "make the tensor as large as the call" + "; a dimension of size 1 is broadcast" * (
                     tensor.dim() > 2

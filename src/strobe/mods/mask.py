@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -139,7 +139,15 @@ class MaskMod(Mask):
     @property
     def whole(self) -> Any:
         """All of the mask as one part."""
-        base = Mask(self.left, self.right, self.prefix, self.key_lengths, self.documents)
+        return self._joined(self.left, self.right)
+
+    @property
+    def within_bounds(self) -> Any:
+        """All of the mask but `left` and `right`, as one part; None if there is no more."""
+        return self._joined(None, None)
+
+    def _joined(self, left: int | None, right: int | None) -> Any:
+        base = Mask(left, right, self.prefix, self.key_lengths, self.documents)
         if not any(base.structure):
             return self.part
         return _Combined("and", _Bound(_general(base)), self.part)
@@ -414,43 +422,57 @@ def _element(kind: str, ones: tuple[bool, ...]) -> Program:
 
 
 def _from_block_mask(given: Any) -> _Part:
-    """full block, or partial block and mask_mod, by a table of the blocks' kinds: 0 empty, 1 partial, 2 full."""
-    block_q, block_k = given.BLOCK_SIZE
-    table = _listed(given.kv_num_blocks, given.kv_indices).to(torch.int8)
-    if given.full_kv_num_blocks is not None:
-        table = torch.where(_listed(given.full_kv_num_blocks, given.full_kv_indices), 2, table)
+    full = None if given.full_kv_num_blocks is None else (given.full_kv_num_blocks, given.full_kv_indices)
+    function = given.mask_mod
+    inner = None if function is None else _Function(function, _Function(function).bind())
+    return part_of_lists((given.kv_num_blocks, given.kv_indices), full, given.BLOCK_SIZE, inner)
+
+
+def part_of_lists(
+    partial: tuple[Tensor, Tensor], full: tuple[Tensor, Tensor] | None, block_size: tuple[int, int], inner: Any,
+    num_kv_blocks: int | None = None, counts_blocks: bool = False,
+) -> _Part:  # fmt: skip
+    """A full block, or a partial block and `inner`, by a table of the blocks' kinds: 0 empty, 1 partial, 2 full.
+
+    partial, full: counts [B, H, M] and numbers [B, H, M, N] of blocks. counts_blocks: a call's rows and keys must be in
+    the table's blocks.
+    """
+    table = _listed(*partial, num_kv_blocks).to(torch.int8)
+    if full is not None:
+        table = torch.where(_listed(*full, num_kv_blocks), 2, table).to(torch.int8)
     p = Builder([Captured(INT, 4)])
     at = [p.const(0) if size == 1 else p.input(name) for size, name in zip(table.shape[:2], ("b", "h"))]
-    for name, size in (("q", block_q), ("k", block_k)):
+    for name, size in zip(("q", "k"), block_size):
         at.append(p.binary("floordiv", p.input(name), p.const(size), INT))
     kind = p.load(0, at)
-    full, partial = (p.program([p.compare("eq", kind, p.const(value))]) for value in (2, 1))
-    table = table.to(torch.int8)
-    axes = extents.axes_of(table)[:2]  # the last two count blocks
-    listed = lambda program: _Bound(BoundMask(program, (table,)), axes=(axes,))
-    function = given.mask_mod
-    if function is None:
-        return _Combined("or", listed(full), listed(partial))
-    return _Combined(
-        "or", listed(full), _Combined("and", listed(partial), _Function(function, _Function(function).bind()))
-    )
+    axes: extents.Axes = extents.axes_of(table)[:2]
+    if counts_blocks:
+        axes = (*axes, ("q", block_size[0]), ("k", block_size[1]))
+    listed = lambda value: _Bound(BoundMask(p.program([p.compare("eq", kind, p.const(value))]), (table,)), axes=(axes,))
+    seen = listed(1) if inner is None else _Combined("and", listed(1), inner)
+    return seen if full is None else _Combined("or", listed(2), seen)
 
 
-def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """bool [B, H, M, N]: whether a block is among the first `counts` indices."""
+def _listed(counts: Tensor, indices: Tensor, num_blocks: int | None = None) -> Tensor:
+    """bool [B, H, M, num_blocks]: whether a block is among the first `counts` indices."""
     count = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    spare = indices.shape[-1]  # indices beyond the count go to a column that is cut off
+    spare = indices.shape[-1] if num_blocks is None else num_blocks
     table = torch.zeros((*indices.shape[:-1], spare + 1), dtype=torch.bool, device=indices.device)
-    listed = torch.where(count & (indices >= 0), indices.long(), spare)  # a page that is not there has number -1
+    # indices beyond the count, and blocks that are not there (FlexAttention's pages have number -1), go to a column
+    # that is cut off
+    listed = torch.where(count & (indices >= 0) & (indices < spare), indices.long(), spare)
     return table.scatter_(-1, listed, True)[..., :spare]
 
 
 def checked_mask(mask: Mask | None) -> MaskMod | None:
-    """A mask of a call over a cache, as a function of positions: `causal` and `window` are arguments of its kernels,
-    other masks are not.
+    """A mask of a call over a cache, whose kernels know the bounds of `causal` and `window`; other built-in masks are
+    functions of positions there.
     """
     if mask is None:
         return None
     if not isinstance(mask, Mask):
         raise no_mask(mask)
-    return MaskMod.of(mask)
+    if isinstance(mask, MaskMod):
+        return mask
+    other = replace(mask, left=None, right=None)
+    return MaskMod(mask.left, mask.right, part=MaskMod.of(other).part if any(other.structure) else None)

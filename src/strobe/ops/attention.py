@@ -160,7 +160,8 @@ def given_gradients(
     plan, workspace = choice.backward, None
     launches = None if plan is None else launches_here(plan, call.q)
     if plan is None or launches is None:
-        given = Backward(dout, out, lse, dlse, *[t.new_empty(t.shape) for t in (*call[:3], lse)])
+        dq, dk, dv = (call.q.new_empty(shape) for shape in call.gradient_shapes)
+        given = Backward(dout, out, lse, dlse, dq, dk, dv, lse.new_empty(lse.shape))
     else:
         dq, dk, dv = [empty_here(*kind) for kind in choice.problem.gradients]
         held = pieces(plan, choice.problem.lse_bytes)  # delta follows the workspace in the same allocation

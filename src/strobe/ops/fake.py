@@ -53,7 +53,7 @@ def backward(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *flat:
     call = Call(*flat)
     check_results((dout, out, lse, dlse), [(tuple(like.shape), like.dtype) for like in forward(*flat)], call.q)
     dsinks = lse.new_empty(0) if call.sinks is None else torch.empty_like(call.sinks)
-    return *(t.new_empty(t.shape) for t in call[:3]), dsinks
+    return *(call.q.new_empty(shape) for shape in call.gradient_shapes), dsinks
 
 
 def writes_to(tensor: Tensor) -> None:

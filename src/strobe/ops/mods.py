@@ -7,7 +7,7 @@ holds all that it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,12 @@ from ..kernels.runtime.launch_cache import CACHE, forward_addresses
 from ..kernels.runtime.workspace import empty_here
 from ..mods import extents
 from ..mods.mask import MaskMod
-from ..mods.program import Program
 from ..mods.score import BoundScore, as_score_mod
 from ..problem import torch_private
-from ..problem.call import FIELD_KINDS, Call, accumulator, check_captured
+from ..problem.call import FIELD_KINDS, Call, check_captured
 from ..problem.decode import DecodeCall, refuse_gradients
 from ..problem.mask import Mask
-from ..problem.mods import Dropout, Mods, ModTexts
+from ..problem.mods import Dropout, Mods, ModTexts, scattered
 from ..problem.paged import PagedCall
 from ..problem.problem import Problem
 from ..problem.torch_state import distinct, in_autocasts_dtype, tangents, written_by_copy
@@ -33,6 +32,7 @@ from ..selection.select import Choice
 from . import attention, decode, fake, ordered_gradients
 from .attention import LIBRARY, decide, given_gradients, wants_gradients, write
 from .builtin_masks import simplified
+from .cached_functions import bind_functions
 from .fake import check_apart, check_no_vmap, check_out, copied, forward_mode, schema, written
 
 _TEXTS = "str score_mod, str score_mod_bwd, str mask_mod"
@@ -73,10 +73,10 @@ def bind(
         bound.text, bound.gradient, seen.text, dropout is not None, max_scores, call.cu_seqlens_q is not None
     )
     dropped = (0.0, None) if dropout is None else (dropout.p, dropout.seed_on(call.q.device))
-    if call.deterministic:
-        ordered_gradients.check_texts(texts)
     mods = Mods(texts, bound.tensors, seen.tensors, bound.numbers, seen.numbers, *dropped)
     call = Call._make((*call[:_NEEDS_GRAD], needs_grad, *call[_NEEDS_GRAD + 1 : -1], mods))
+    if call.deterministic:
+        ordered_gradients.check(call)
     check_captured(call)  # here, since the dispatcher would take a list with a tensor of another device elsewhere
     return call
 
@@ -221,32 +221,16 @@ def _backward_of(
     found: Choice[Problem], call: Call, given: tuple[Tensor, Tensor, Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     mods = call.mods or Mods(ModTexts())
-    sums = _zeros(call, mods)
+    sums = ordered_gradients.sums_of(found, mods)
     if call.mods is not None:
         call = call._replace(mods=mods._replace(gradients=tuple(sums)))
     results = given_gradients(call, found, given)
     if ordered_gradients.are_apart(found, mods):
         ordered_gradients.add_ordered(found.problem, call, mods, results, sums)
-    dcaptured = [
-        call.q.new_empty(0) if total is None else total.to(tensor.dtype)
-        for total, tensor in zip(sums, mods.score_tensors)
-    ]
+    totals = ordered_gradients.totals(found, mods, sums)
+    dcaptured = [call.q.new_empty(0) if total is None else total for total in totals]
     dsinks = attention.sinks_gradient(call, results.lse, results.delta)
     return results.dq, results.dk, results.dv, dsinks, dcaptured
-
-
-def _zeros(call: Call, mods: Mods) -> list[Tensor | None]:
-    wide = accumulator(call.q.dtype)
-    added = scattered(mods.texts.gradient)
-    return [
-        torch.zeros(tensor.shape, dtype=wide, device=tensor.device) if n in added else None
-        for n, tensor in enumerate(mods.score_tensors)
-    ]
-
-
-def scattered(gradient: str) -> tuple[int, ...]:
-    """The numbers of the captured tensors that a gradient's program adds to."""
-    return tuple(scatter.tensor for scatter in Program.parse(gradient).scatters) if gradient else ()
 
 
 def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,33 +255,8 @@ def _fake_backward(
 # ---------------------------------------------------------------- decode
 
 
-CacheCall = TypeVar("CacheCall", DecodeCall, PagedCall)
-
-
 def bind_decode(call: DecodeCall, score: object, mask: Mask | None) -> DecodeCall:
     return bind_functions(decode.prepare(call), score, mask)
-
-
-def bind_functions(call: CacheCall, score: object, mask: Mask | None) -> CacheCall:
-    """A call over a cache with a custom score, and a mask that is a function. Gradients are refused, so there is
-    none.
-    """
-    mods = Mods(ModTexts())
-    batch, heads = call.seqlens.shape[0], call.q.shape[-2] if call.q.dim() > 1 else 0
-    sizes = {"b": batch, "h": heads, "q": 0, "k": 0}  # positions are those of the cache, and lengths are on the device
-    if score is not None:
-        modification = as_score_mod(score)
-        modification.check(sizes)
-        bound = modification.bind(False)
-        mods = mods._replace(texts=ModTexts(bound.text), score_tensors=bound.tensors, score_numbers=bound.numbers)
-    if isinstance(mask, MaskMod):
-        mask.check(sizes)
-        seen = mask.whole.bind()
-        texts = mods.texts._replace(mask=seen.program.text)
-        mods = mods._replace(texts=texts, mask_tensors=seen.tensors, mask_numbers=seen.numbers)
-    call = call._replace(mods=mods)
-    check_captured(call)
-    return call
 
 
 def attend_decode(
@@ -307,6 +266,8 @@ def attend_decode(
     if score is None and mask is None:
         return decode.run(call, out, not call.partial)
     call = bind_decode(call, score, mask)
+    if call.mods is None:
+        return decode.run(call, out, not call.partial)
     choice = decode.direct(call, decode.decide, out)
     if choice is not None:
         return decode.attend(call, choice, not call.partial, out)

@@ -27,6 +27,8 @@ def attend(
     if score is None and mask is None:
         return paged.run(call, out, alone)
     call = bind(call, score, mask)
+    if call.mods is None:
+        return paged.run(call, out, alone)
     choice = decode.direct(call, paged.decide, out)
     if choice is not None:
         return decode.attend(call, choice, alone, out)

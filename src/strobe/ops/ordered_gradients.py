@@ -1,9 +1,13 @@
-"""Gradients of captured tensors in a fixed order, for `deterministic=True` on GPUs.
+"""Gradients of captured tensors with `deterministic=True` on GPUs.
 
 The kernels add to gradients of captured tensors by atomics, in the order in which programs finish. With
-`deterministic=True` they get the score's gradient without these additions. A second pass, in torch operations, computes
-the gradient of the scores again for a block of batch entries and rows at a time. It sums over all positions that no
-index depends on, and adds the rest by a sort. Its sums have a fixed order, so that equal calls have equal bits.
+`deterministic=True` they add to integers (`mods.exact_sums`), for which the order does not matter, unless an element
+gets one addition at most (`mods.one_addition`).
+
+Of large tensors these integers would take much memory. Then the kernels get the score's gradient without additions. A
+second pass, in torch operations, computes the gradient of the scores again for a block of batch entries and rows at a
+time. It sums over all positions that no index depends on, and adds the rest by a sort. Its sums have a fixed order, so
+that equal calls have equal bits.
 
 Packed sequences are gathered into blocks as long as the longest sequence may be. The pass reads no offset on the host
 if the call has max_seqlen_q and max_seqlen_k; else it waits for the lengths.
@@ -20,25 +24,29 @@ from torch import Tensor
 
 from ..errors import UnsupportedProblem
 from ..kernels.protocol import Backward
+from ..mods import exact_sums
 from ..mods.dropout import kept
 from ..mods.evaluate import evaluate, inside
 from ..mods.mask import MaskMod
+from ..mods.one_addition import has_one_addition
 from ..mods.program import Program
 from ..mods.triton_functions import why_not_expanded
 from ..problem import torch_private
-from ..problem.call import Call
-from ..problem.mods import Mods, ModTexts
-from ..problem.problem import Problem
+from ..problem.call import Call, accumulator
+from ..problem.mods import ONE_ADDITION, Mods, ModTexts
+from ..problem.problem import Problem, texts_of
 from ..selection.select import Choice
 
+ONE_ADDITION["mods"] = has_one_addition
 MOST_ELEMENTS = 1 << 24  # of a block's scores, over its entries and all heads
 
 
-def check_texts(texts: ModTexts) -> None:
-    """Raises UnsupportedProblem if this pass cannot evaluate the functions of a call whose captured tensors get
-    gradients.
+def check(call: Call) -> None:
+    """Raises UnsupportedProblem for a deterministic call that needs this pass and has functions that it cannot
+    evaluate.
     """
-    if "scatters" not in texts.gradient:
+    texts, found = ModTexts() if call.mods is None else call.mods.texts, texts_of(call)
+    if found is None or found.scattered == texts.scattered:
         return
     for text in texts.programs:
         if reason := why_not_expanded(Program.parse(text)):
@@ -50,6 +58,27 @@ def are_apart(choice: Choice[Problem], mods: Mods) -> bool:
     found, plan = choice.problem.mods, choice.backward
     is_shorter = found is not None and found.gradient != mods.texts.gradient
     return is_shorter and plan is not None and not plan.kernel.name.startswith("cpu.")  # which adds in a fixed order
+
+
+def sums_of(choice: Choice[Problem], mods: Mods) -> list[Tensor | None]:
+    """Zeros for the gradients of the score's tensors, as the kernel of the backward adds to them: integers of exact
+    sums, or the accumulators' dtype.
+    """
+    wide, added = accumulator(choice.problem.dtype), mods.texts.scattered
+    is_exact = _has_exact_sums(choice)
+    zeros = lambda like: exact_sums.zeros(like) if is_exact else torch.zeros(like.shape, dtype=wide, device=like.device)
+    return [zeros(tensor) if n in added else None for n, tensor in enumerate(mods.score_tensors)]
+
+
+def totals(choice: Choice[Problem], mods: Mods, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the score's tensors from what `sums_of` gave; None for one that has none."""
+    found = [None if one is None else exact_sums.total(one) for one in sums] if _has_exact_sums(choice) else sums
+    return [None if one is None else one.to(tensor.dtype) for one, tensor in zip(found, mods.score_tensors)]
+
+
+def _has_exact_sums(choice: Choice[Problem]) -> bool:
+    texts, plan = choice.problem.mods, choice.backward
+    return texts is not None and texts.exact_sums and plan is not None and not plan.kernel.name.startswith("cpu.")
 
 
 def add_ordered(problem: Problem, call: Call, mods: Mods, given: Backward, sums: Sequence[Tensor | None]) -> None:

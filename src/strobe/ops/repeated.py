@@ -21,7 +21,7 @@ from ..mods.captures import simple_values
 from ..mods.mask import MaskMod
 from ..mods.score import ScoreMod
 from ..problem import torch_private
-from ..problem.call import OPTIONAL_TENSORS, SCALARS, Call, accumulator
+from ..problem.call import OPTIONAL_TENSORS, SCALARS, Call
 from ..problem.mask import Mask
 from ..problem.mods import Mods, ModTexts
 from ..problem.problem import Problem
@@ -88,7 +88,6 @@ class Entry(NamedTuple):
     watched: tuple[tuple[int, weakref.ref[Tensor], int], ...]  # position, tensor and version that gave `optionals`
     stream: int  # on which `optionals` were computed
     rest: tuple  # Call.tensors_and_rest's second part
-    scattered: tuple[int, ...]  # which of the score's tensors get gradients
     is_ordered: bool  # ops.ordered_gradients computes these
 
     @staticmethod
@@ -115,7 +114,6 @@ class Entry(NamedTuple):
             tuple((n, weakref.ref(tensor), tensor._version) for n, tensor in masks),
             _stream_of(call.q),
             call.tensors_and_rest[1],
-            mods.scattered(modified.texts.gradient),
             choice.backward is not None and ordered_gradients.are_apart(choice, modified),
         )
 
@@ -224,7 +222,12 @@ def _computed(
     out, lse, dout = results
     fields: tuple = (*inputs, *entry.scalars, *optionals, *entry.longest)
     if entry.texts is None:
-        return attention.gradients_of(Call(*fields), (dout, out, lse)), ()
+        call = Call(*fields)
+        choice = None if torch.is_grad_enabled() else CACHE.direct_choice(call, attention.decide, dout, out, lse)
+        if choice is None:
+            return attention.gradients_of(call, (dout, out, lse)), ()
+        computed = attention.given_gradients(call, choice, (dout, out, lse, None))
+        return (computed.dq, computed.dk, computed.dv), ()
     read = [captured[n] for n in (*entry.score_at, *entry.mask_at)]
     counts, constants = (len(entry.score_at), len(entry.mask_at)), (*entry.texts, *entry.numbers, 0.0)
     found, of_captured = mods.gradients_of(counts, constants, (dout, out, lse, None), (*read, None, *fields))
@@ -247,20 +250,15 @@ def _replayed(
         return None
     gradients = [empty_here(*kind) for kind in choice.problem.gradients]
     held = pieces(choice.backward, choice.problem.lse_bytes)  # delta follows the workspace in the same allocation
-    wide = accumulator(out.dtype)
-    sums = tuple(
-        [
-            torch.zeros(tensor.shape, dtype=wide, device=tensor.device) if n in entry.scattered else None
-            for n, tensor in enumerate(score_tensors)
-        ]
-    )
-    modified = entry.texts and Mods(entry.texts, score_tensors, mask_tensors, *entry.numbers, gradients=sums)
+    modified = entry.texts and Mods(entry.texts, score_tensors, mask_tensors, *entry.numbers)
+    sums = () if modified is None else tuple(ordered_gradients.sums_of(choice, modified))
+    modified = modified and modified._replace(gradients=sums)
     tensors = (*inputs, dout, out, lse, None, *gradients, *held, *(optionals if modified or given else ()))
     addresses = backward_addresses_of(tensors, held[0].data_ptr() + choice.backward.room, dout, out)
     launch = launches.get((*addresses, *addresses_of_mods(modified)))
     if launch is None or not launch():
         return None
-    return gradients, [None if total is None else total.to(tensor.dtype) for total, tensor in zip(sums, score_tensors)]
+    return gradients, () if modified is None else ordered_gradients.totals(choice, modified, sums)
 
 
 _apply = torch_private.direct_apply(_Repeated)

@@ -28,6 +28,12 @@ class Call(NamedTuple):
     Dense layout: q [B, S_q, H_q, D], k [B, S_k, H_kv, D], v [B, S_k, H_kv, D_v]. Packed layout: [T, H, D], where
     cu_seqlens_q and cu_seqlens_k hold the offsets of the sequences.
 
+    Runs: packed queries over keys that they share. cu_seqlens_k is then int32 [2, n + 1]. Its first row is the running
+    sum of the numbers of keys (k_len) of the n runs of queries, and max_seqlen_k is its total. The second row holds the
+    first key of each run (k_start) and a number that is not read. Keys of run i are rows k_start[i] .. of k and v, and
+    rows cu_seqlens_k[0, i] .. of dk and dv, which have max_seqlen_k rows, since keys of runs may overlap. Kernels trust
+    k_start: plans of context parallelism make it, and the public functions refuse it.
+
     The dispatcher takes 0.1 us per argument passed. So rarely used arguments come last, and `arguments` omits them.
     """
 
@@ -59,6 +65,29 @@ class Call(NamedTuple):
     @property
     def packed(self) -> bool:
         return self.cu_seqlens_q is not None
+
+    @property
+    def runs(self) -> bool:
+        """Whether packed sequences are runs of queries over shared keys."""
+        return self.cu_seqlens_k is not None and self.cu_seqlens_k.dim() == 2
+
+    @property
+    def gathered(self) -> Call:
+        """Runs as packed sequences over a copy of the keys of each; other calls unchanged. Waits for the device."""
+        if not self.runs or self.cu_seqlens_k is None:
+            return self
+        offsets, starts = self.cu_seqlens_k.tolist()
+        rows = [torch.arange(0)]
+        for offset, stop, start in zip(offsets, offsets[1:], starts):
+            rows.append(torch.arange(start, start + max(0, stop - offset)))
+        index = torch.cat(rows).to(self.k.device)
+        return self._replace(k=self.k[index], v=self.v[index], cu_seqlens_k=self.cu_seqlens_k[0])
+
+    @property
+    def gradient_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shapes of dq, dk and dv."""
+        keys = (self.max_seqlen_k,) if self.runs else self.k.shape[:-2]
+        return tuple(self.q.shape), (*keys, *self.k.shape[-2:]), (*keys, *self.v.shape[-2:])
 
     @property
     def plain(self) -> bool:
@@ -186,6 +215,7 @@ class Packed(NamedTuple):
     total_k: int
     max_seqlen_q: int | None
     max_seqlen_k: int | None
+    runs: bool = False  # keys of sequences may overlap (Call): total_k then counts those of each sequence
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -193,7 +223,8 @@ class Packed(NamedTuple):
 
     def __str__(self) -> str:
         longest = "" if self.max_seqlen_q is None else f" max_seqlen_q={self.max_seqlen_q}"
-        return f"sequences={self.batch} T_q={self.total_q} T_k={self.total_k}{longest}"
+        name = "runs" if self.runs else "sequences"
+        return f"{name}={self.batch} T_q={self.total_q} T_k={self.total_k}{longest}"
 
 
 class Paged(NamedTuple):
@@ -341,6 +372,11 @@ def _packed_layout(call: Call) -> Packed:
             "mask", str(call.structure), "causal and window", "packed sequences are apart already; leave the mask out"
         )
     longest_q, longest_k = (None if bound == NO_BOUND else bound for bound in (call.max_seqlen_q, call.max_seqlen_k))
+    if call.runs:
+        if longest_k is None or call.mods is not None or call.batch_invariant:
+            got, expected = str(call.structure), "max_seqlen_k, no functions and no batch_invariant"
+            raise InvalidProblem("runs over shared keys", got, expected, "make one call for each run")
+        return Packed(count, call.q.shape[0], longest_k, longest_q, None, True)
     return Packed(count, call.q.shape[0], call.k.shape[0], longest_q, longest_k)
 
 
@@ -352,11 +388,12 @@ def _count(name: str, offsets: Tensor | None) -> int:
         )
     if offsets.dtype != torch.int32:
         raise InvalidProblem(name, offsets.dtype, "torch.int32", "convert it with .to(torch.int32)")
-    if offsets.dim() != 1 or offsets.shape[0] < 1:
+    is_runs = name == "cu_seqlens_k" and offsets.dim() == 2 and offsets.shape[0] == 2
+    if not (offsets.dim() == 1 or is_runs) or offsets.shape[-1] < 1:
         raise InvalidProblem(
             name, f"shape {list(offsets.shape)}", "[n + 1] for n sequences", "give the running sum of lengths, from 0"
         )
-    return offsets.shape[0] - 1
+    return offsets.shape[-1] - 1
 
 
 def _check_mask_tensors(call: Call, layout: Dense | Packed) -> None:

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+ONE_ADDITION: dict[str, Callable[..., bool]] = {}  # "mods": ops.ordered_gradients puts it here
+MOST_EXACT_SUMS = 1 << 24  # elements of captured tensors; exact sums of them take 1.4 GiB (11 slots of 8 bytes)
+
+
+@lru_cache(maxsize=256)
+def scattered(gradient: str) -> tuple[int, ...]:
+    """The numbers of the captured tensors that a gradient's program adds to.
+
+    >>> scattered("tensors f1 f2\\nscatters 1:2\\nf input grad")
+    (1,)
+    """
+    lines = [line for line in gradient.split("\n") if line.startswith("scatters ")]
+    return tuple([int(one.split(":")[0]) for line in lines for one in line.split(" ")[1:]])
 
 
 class ModTexts(NamedTuple):
     """The part of a call's custom score and mask that is a constant of its kernels: the programs of the score, of its
     gradient and of the mask as text (`mods.program`; empty: none), whether weights are dropped, whether row maxima are
     returned, and whether sequences are packed. dropout_offsets: dropout_seed also holds the first head, query and key.
+    exact_sums: additions to captured tensors' gradients are integers, whose order does not matter (`mods.exact_sums`).
     """
 
     score: str = ""
@@ -22,11 +39,16 @@ class ModTexts(NamedTuple):
     max_scores: bool = False
     packed: bool = False
     dropout_offsets: bool = False
+    exact_sums: bool = False
 
     @property
     def programs(self) -> tuple[str, ...]:
         """The texts that are there."""
         return tuple([text for text in self[:3] if text])
+
+    @property
+    def scattered(self) -> tuple[int, ...]:
+        return scattered(self.gradient)
 
     @property
     def without_additions(self) -> ModTexts:
@@ -69,6 +91,11 @@ class Mods(NamedTuple):
     dropout_seed: Tensor | None = None  # int64 [1]; with offsets [4]: the seed, the first head, query and key
     gradients: tuple[Tensor | None, ...] = ()  # of score_tensors, in the accumulators' dtype: a backward adds to them
     max_scores: Tensor | None = None  # as lse: a forward writes each row's greatest score
+
+    @property
+    def has_room_for_exact_sums(self) -> bool:
+        """Whether the captured tensors that get gradients are small enough for `exact_sums`."""
+        return sum(self.score_tensors[n].numel() for n in {*self.texts.scattered}) <= MOST_EXACT_SUMS
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

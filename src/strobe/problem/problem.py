@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UnsupportedProblem
 from .call import DTYPES, Call, Dense, Packed, Paged, accumulator, check
 from .mask import NO_BOUND, Documents, MaskStructure
-from .mods import ModTexts
+from .mods import ONE_ADDITION, ModTexts
 from .torch_private import FakeTensor
 
 ALIGNMENT = 16  # bytes; TMA descriptors require it of base addresses and strides
@@ -58,6 +58,11 @@ class Problem:
     @property
     def packed(self) -> bool:
         return isinstance(self.layout, Packed)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has packed runs of queries over shared keys."""
+        return isinstance(self.layout, Packed) and self.layout.runs
 
     @cached_property
     def out_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -131,7 +136,7 @@ class Problem:
             deterministic=call.deterministic,
             batch_invariant=call.batch_invariant,
             kernel=call.kernel,
-            mods=_texts(call),
+            mods=texts_of(call),
         )
 
     def example(self, device: torch.device) -> Call:
@@ -161,11 +166,12 @@ class Problem:
         )  # fmt: skip
         if isinstance(layout, Packed):
             longest = [NO_BOUND if n is None else n for n in (layout.max_seqlen_q, layout.max_seqlen_k)]
+            count = layout.batch + 1
             return call._replace(
-                cu_seqlens_q=zeros(layout.batch + 1),
-                cu_seqlens_k=zeros(layout.batch + 1),
+                cu_seqlens_q=zeros(count),
+                cu_seqlens_k=zeros(2, count) if layout.runs else zeros(count),
                 max_seqlen_q=longest[0],
-                max_seqlen_k=longest[1],
+                max_seqlen_k=layout.total_k if layout.runs else longest[1],
             )
         keys = zeros(layout.batch) + layout.seqlen_k
         call = call._replace(
@@ -225,14 +231,20 @@ def rows_apart(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(reversed([max(1, size) for size in shape[1:]]), int.__mul__, initial=1))[::-1]
 
 
-def _texts(call: Call) -> ModTexts | None:
-    """The functions of a call. With deterministic gradients, those of captured tensors are computed apart
-    (`ops.ordered_gradients`), except in float64, in which only the CPU kernel has functions.
+def texts_of(call: Call) -> ModTexts | None:
+    """The functions of a call. With deterministic gradients, those of captured tensors with several additions to an
+    element are exact sums, or are computed apart if these have no room (`ops.ordered_gradients`). In float64 only the
+    CPU kernel has functions, which adds in a fixed order.
     """
-    if call.mods is None:
-        return None
-    texts = call.mods.texts
-    return texts.without_additions if call.deterministic and call.q.dtype.itemsize <= 4 else texts
+    mods = call.mods
+    if mods is None or not call.deterministic or call.q.dtype.itemsize > 4 or not mods.texts.scattered:
+        return None if mods is None else mods.texts
+    if call.q.dim() == call.k.dim() == 4 and ONE_ADDITION:
+        (batch, seqlen_q, heads), seqlen_k = call.q.shape[:3], call.k.shape[1]
+        sizes = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k}
+        if ONE_ADDITION["mods"](mods.texts.gradient, [t.shape for t in mods.score_tensors], sizes):
+            return mods.texts
+    return mods.texts._replace(exact_sums=True) if mods.has_room_for_exact_sums else mods.texts.without_additions
 
 
 def _alignment(tensor: Tensor) -> int:

@@ -30,7 +30,7 @@ from triton.runtime.jit import BoundConstexprFunction, ConstexprFunction, JITFun
 from .carried import Branch, Branches
 from .loops import Loop
 from .machine import KERNEL_CODE
-from .translate import signature, translated
+from .translate import RETURNS_CONSTANTS, signature, translated
 from .untaken import Untaken
 from .values import Diverged, Value, tensor, unsigned
 
@@ -364,6 +364,8 @@ class Interpreter:
     def returned(self, value: object) -> object:
         if isinstance(value, tl.tuple):
             return value if _settled(value) else _apply_to_tuple_values(value, self.returned)
+        if RETURNS_CONSTANTS and unwrapped(value) is None:
+            return value
         if isinstance(value, (constexpr, int, float)):
             return self.semantic.to_tensor(value)
         return value

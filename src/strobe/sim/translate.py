@@ -46,7 +46,7 @@ _BINARY = dict(
 _COMPARE = dict(Eq="__eq__", NotEq="__ne__", Lt="__lt__", LtE="__le__", Gt="__gt__", GtE="__ge__")
 _UNARY = dict(USub="__neg__", UAdd="__pos__", Not="__not__", Invert="__invert__")
 # since Triton 3.7 a device function may return a constant
-_RETURNS_CONSTANTS = hasattr(CodeGenerator, "decide_return_type")
+RETURNS_CONSTANTS = hasattr(CodeGenerator, "decide_return_type")
 _LOGICAL = {"And": "logical_and", "Or": "logical_or"}
 
 
@@ -370,7 +370,7 @@ class Translator(ast.NodeTransformer):
         if node.value is None:
             return ast.copy_location(ast.Return(ast.Constant(None)), node)
         value = self.visit(node.value)
-        if self.returns > 1 or not _RETURNS_CONSTANTS:
+        if self.returns > 1 or not RETURNS_CONSTANTS:
             value = self.ask(node, "returned", value)
         return ast.copy_location(ast.Return(value), node)
 

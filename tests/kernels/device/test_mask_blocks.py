@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 
 import strobe
 from strobe.kernels.device import mask_blocks
+from strobe.kernels.device.block_kinds import kinds_kernel
+from strobe.kernels.runtime import first_call_overlap
 from strobe.mods.mask import MaskMod
 from strobe.ops.mods import bind
 from strobe.problem.call import Call
@@ -94,6 +96,20 @@ def test_lists(name):
     with on(H200) as run:
         assert_lists(name, "cpu")
     assert run.launches == ["kinds_kernel"]  # whose result all lists share
+
+
+def test_the_compilation_of_the_first_kernel_overlaps_other_work(monkeypatch):
+    """The kernel of lists runs before the forward. So Triton's hash and driver would be awaited here."""
+    met = []
+    monkeypatch.setattr(first_call_overlap, "beside", lambda kernel, device: met.append((kernel, device)))
+    call = call_of(strobe.mask_mod(lambda b, h, q, k: q % 7 != k % 5), 130, 130, "cpu")
+    with on(H200):
+        mask_blocks.forward_lists(Problem.from_call(call), call, (128, 128))
+        assert not met
+        mask_blocks.KEPT.entries.clear()
+        monkeypatch.setattr(Tensor, "get_device", lambda tensor: 3)
+        mask_blocks.forward_lists(Problem.from_call(call), call, (128, 128))
+    assert met == [(kinds_kernel, 3)]
 
 
 def test_lists_are_kept_until_a_tensor_changes():

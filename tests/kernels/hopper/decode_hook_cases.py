@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 import strobe
 from strobe import reference
 from strobe.kernels.protocol import Forward
-from strobe.ops.mods import bind_functions
+from strobe.ops.cached_functions import bind_functions
 from strobe.problem.call import Call
 from strobe.problem.paged import PagedCall
 from strobe.testing.decode import DECODES, DecodeCase
 from strobe.testing.mods import Functions
-from tests.kernels.hopper.test_paged_simulated import CASES as PAGED
+from tests.kernels.hopper.paged_cases import CASES as PAGED
 from tests.kernels.score_mod_oracle import Mods, exact, judge_against
 
 AnyCall = Any  # a DecodeCall or a PagedCall
@@ -37,8 +37,9 @@ def every_index(call: AnyCall) -> Functions:
 
 def tree(call: AnyCall) -> Functions:
     """Trees of drafted tokens: a token sees its ancestors, and all keys before the drafted ones."""
-    tokens = call.max_seqlen_q if isinstance(call, PagedCall) else call.q.shape[1]
-    news = call.cu_seqlens_q.diff() if isinstance(call, PagedCall) else torch.full_like(call.seqlens, tokens)
+    packed = isinstance(call, PagedCall)
+    news = call.cu_seqlens_q.diff() if packed else torch.full_like(call.seqlens, call.q.shape[1])
+    tokens = max(1, int(news.max()))
     past, most = call.seqlens.long() - news, tokens - 1
     draw = torch.Generator().manual_seed(2)
     ancestors = torch.rand(len(past), tokens, tokens, generator=draw) < 0.5
@@ -128,6 +129,7 @@ CASES = {
     "packed, pages lost": HookCase(PAGED["pages lost"], "hidden by score"),
     "packed, left padded": HookCase(PAGED["rows left padded, window"], "every index"),
     "packed, 8 bits": HookCase(PAGED["8 bits"], "every index"),
+    "8 bits, up to 16": HookCase(replace(PAGED["up to 16"], fp8=True), "tree and score"),
 }
 
 # ---------------------------------------------------------------- the oracle

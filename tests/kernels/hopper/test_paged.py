@@ -13,7 +13,7 @@ from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import paged as ops_paged
 from strobe.testing import FAMILIES, assert_kernel
 from strobe.testing.paged import assert_paged_as_good_as
-from tests.kernels.hopper.test_paged_simulated import CASES
+from tests.kernels.hopper.paged_cases import CASES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,40 +17,13 @@ from strobe.problem.target import FAKES
 from strobe.selection.select import select
 from strobe.sim import simulate
 from strobe.testing import FAMILIES
-from strobe.testing.paged import PAGED, PagedCase, assert_paged_as_good_as
+from strobe.testing.paged import PAGED, assert_paged_as_good_as
 from tests.kernels.hopper.hopper_cases import NIGHTLY, SCHEDULES
+from tests.kernels.hopper.paged_cases import CASES
 from tests.kernels.portable.test_paged_interpreted import run_on
 from tools.proof.simulate import READ_FENCES
 
 H200 = FAKES["H200"]
-
-
-def _few(name: str, *news: int, **changes) -> PagedCase:
-    """A named case with few tokens."""
-    return replace(PAGED[name], news=news, tokens=max(1, *news), **changes)
-
-
-CASES = {
-    "one token": PAGED["one_token"],
-    "speculated": PAGED["speculated"],
-    "up to 16": _few("mixed", 16, 1, 0, 3, heads=(16, 2), padding=3),
-    "no tokens": _few("no_tokens", 0, 0),
-    "more tokens than keys": _few("more_tokens_than_keys", 7, 3, 9),
-    "full": _few("full", 5, 9),
-    "window": _few("window", 9, 2, 1),
-    "window of both sides": _few("window_both", 9, 2, 5),
-    "window softcap sinks": _few("window_softcap_sinks", 4, 7, 1),
-    "sinks": _few("sinks_without_bound", 9, 1, 2),
-    "pages of 1": _few("pages_of_1", 9, 3, 0),
-    "pages of 13": _few("pages_of_13", 2, 6, 1),
-    "pages lost": _few("pages_lost", 3, 9, 2),
-    "scale negative": _few("scale_negative", 5, 1),
-    "partial": _few("partial", 8, 2, 1),
-    "rows left padded": _few("rows_left_padded", 9, 2, 3),
-    "rows left padded, window": _few("rows_left_padded_window", 7, 3),
-    "8 bits": _few("fp8", 5, 1),
-    "8 bits, window": _few("fp8", 5, 1, left=20, page_size=4),
-}
 
 
 def simulated(call: PagedCall, schedule: tuple[str, int], monkeypatch) -> list:

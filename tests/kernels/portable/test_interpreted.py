@@ -14,6 +14,7 @@ import torch
 import strobe
 from strobe.env import ENV
 from strobe.testing import CASES, FAMILIES
+from tests.kernels.run_cases import RUN_CASES, assert_runs
 
 pytestmark = pytest.mark.skipif(not ENV.interpret, reason="TRITON_INTERPRET is not set")
 
@@ -93,3 +94,8 @@ def test_bfloat16_is_refused_by_name(gradients):
     with pytest.raises(strobe.UnsupportedProblem, match=r"TRITON_INTERPRET.*bfloat16"):
         strobe.attention(q, q, q, kernel="portable")
     assert strobe.explain(q, q, q).forward.kernel.name == "cpu.forward"
+
+
+@pytest.mark.parametrize("name", RUN_CASES)
+def test_interpreted_runs_over_shared_keys(name):
+    assert_runs(RUN_CASES[name]._replace(head_dim=16).build("cpu", torch.float32, "portable"))

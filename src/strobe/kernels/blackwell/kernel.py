@@ -99,6 +99,7 @@ class BlackwellForward:
             )
         return (
             against_texts(problem)
+            or _against_runs(problem)
             or _against_widths(problem)
             or against_call(problem)
             or against_mask(problem.mask)
@@ -184,6 +185,7 @@ class BlackwellBackward:
         written = replace(problem, out_dtype=problem.dtype)  # the backward can read partial results
         return (
             _against_functions(problem)
+            or _against_runs(problem)
             or against_call(written)
             or against_memory(problem)
             or against_spans(problem)
@@ -253,6 +255,10 @@ def _reversed_sections(problem: Problem) -> int:
     if not (problem.deterministic and causal) or problem.batch_invariant:
         return 0
     return 2 if problem.group > 1 else 1
+
+
+def _against_runs(problem: Problem) -> str | None:
+    return "no runs of queries over shared keys: one call for each run" if problem.runs else None
 
 
 def _against_functions(problem: Problem) -> str | None:

@@ -30,6 +30,7 @@ from .tiles import LOG2_E, Block, Chunk, Config, Keys, Scores, blocks, chunks, h
 
 def run(plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:
     problem, config = plan.problem, plan.config
+    call = call.gathered
     found = cut(call)
     call = as_batch(call)
     if problem.packed:

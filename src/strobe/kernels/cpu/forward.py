@@ -26,6 +26,7 @@ from .tiles import LN_2, LOG2_E, Block, Chunk, Config, Keys, Scores, blocks, chu
 
 def run(plan: Plan, call: Call, tensors: Forward, workspace: dict[str, Tensor]) -> None:
     problem, config = plan.problem, plan.config
+    call = call.gathered
     found = cut(call)
     call = as_batch(call)
     out, lse = (t[None] if problem.packed else t for t in tensors)

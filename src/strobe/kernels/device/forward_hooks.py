@@ -12,9 +12,10 @@ sees no key has O = 0 and LSE = -inf, or its sink.
 
 b is the batch entry, or the index of a packed sequence: an int32 scalar. h is the query head: a scalar, or [rows, 1]
 where a tile packs the query heads of a key head. q_idx [rows, 1] and kv_idx [1, keys] are positions within the
-sequence, or within the batch entry where it holds documents. Both may exceed the last position in a tile that sticks
-out, so loads by them are clamped or masked. aux is what the launch passed as score_aux or mask_aux: a tuple of pointers
-and numbers, or None.
+sequence, or within the batch entry where it holds documents. With a cache, q_idx is the position of a token among the
+keys of its sequence, whose last token has the last position; 0 for a token before the first key. Both may exceed the
+last position in a tile that sticks out, so loads by them are clamped or masked. aux is what the launch passed as
+score_aux or mask_aux: a tuple of pointers and numbers, or None.
 
 Optimistic softmax holds for any score_mod. Rows whose later scores outgrow their first by too much, or whose first
 scores are all -inf, are found at the end of the tile. The tile is redone with the same functions and with row maxima in
@@ -71,7 +72,10 @@ class ScoreMods:
     @gluon.jit
     def q_idx(self, s, traits: gl.constexpr):
         row = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-        return (self.q_start + queries_of(row, traits))[:, None]
+        q_idx = self.q_start + queries_of(row, traits)
+        if traits.cached:
+            q_idx = gl.maximum(q_idx, 0)
+        return q_idx[:, None]
 
     @gluon.jit
     def kv_idx(self, n_start, s):

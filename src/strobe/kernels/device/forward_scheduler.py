@@ -19,6 +19,7 @@ from .seqlen import (
     OFFSETS_Q,
     OUTSIDE,
     find_sequence,
+    first_key,
     guard_offsets,
     key_limit,
     keys_of,
@@ -259,6 +260,7 @@ def packed_work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
     sequence, m_block = find_sequence(cu_seqlens.q, tile, shape.batch, shape.seqlen_q, traits.block_m)
     offset_q, seqlen_q = span_of(cu_seqlens.q, sequence, shape.batch, shape.seqlen_q)
     offset_k, seqlen_k = keys_of(cu_seqlens.k, sequence, shape.batch, shape.seqlen_k, OUTSIDE)
+    offset_k = first_key(cu_seqlens.k, sequence, shape.batch, offset_k, traits.runs)
     is_valid = m_block * traits.block_m < seqlen_q
     seqlen = SeqlenInfo(offset_q, seqlen_q, offset_k, seqlen_k, seqlen_k, 0)
     index = None
@@ -280,7 +282,9 @@ def cached_work_tile(tile_index, num_tiles, cu_seqlens, cache, launch, errors, t
     num_keys = gl.where(inside, num_keys, OUTSIDE)
     seqlen = SeqlenInfo(offset_q, seqlen_q, index, num_keys, num_keys, 0)
     is_valid = m_block * traits.block_m < seqlen_q
-    return work_tile(is_valid, tile_index * 0, head, m_block, seqlen, None, launch, traits)
+    return work_tile(
+        is_valid, tile_index * 0, head, m_block, seqlen, index if traits.numbers_sequences else None, launch, traits
+    )
 
 
 @gluon.jit

@@ -200,5 +200,9 @@ def _kinds(problem: Problem, call: Call) -> Tensor:
     bounds = call.left != NO_BOUND, call.right != NO_BOUND
     aux = mod_aux(problem, call)[1] or None
     hash_callees_first(kernel)
+    if call.q.get_device() >= 0:  # a GPU's, not a simulated one; often the first kernel that a process compiles
+        from ..runtime import first_call_overlap  # imports Triton
+
+        first_call_overlap.beside(kernel, call.q.get_device())
     kernel[(kinds.numel(),)](kinds, aux, shape, window, offsets, mask_mod, function_key(mask_mod), *bounds, BLOCK)
     return kinds

@@ -77,6 +77,16 @@ def keys_of(cu_seqlens, sequence, n, total, outside: tl.constexpr = 0):
 
 
 @triton.jit
+def first_key(cu_seqlens_k, sequence, n, offset_k, runs: tl.constexpr):
+    """The row of K and V with a sequence's first key: offset_k, or what the second row of cu_seqlens_k says of a run
+    over shared keys (`problem.call.Call`).
+    """
+    if runs:
+        offset_k = tl.load(cu_seqlens_k + n + 1 + tl.minimum(tl.maximum(sequence - 1, 0), n))
+    return offset_k
+
+
+@triton.jit
 def run_at(ranges, position, length, across):
     """(end of the run that has row `position`, first key of its document, one past the last), for `length` rows and
     `across` keys. A run is rows of one document that follow each other.

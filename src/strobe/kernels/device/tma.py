@@ -81,6 +81,12 @@ def of_head(rows, head):
 
 
 @gluon.jit
+def from_row(rows, offset):
+    """The same number of rows, from `offset` on."""
+    return HeadRows(rows.batch, offset, rows.length, rows.head, rows.heads)
+
+
+@gluon.jit
 def allocate_tiles(count: gl.constexpr, desc, flat: gl.constexpr = False):
     """Shared memory for `count` tiles as TMA writes them, or (flat) as rows and columns. desc: ColumnParts of
     descriptors.

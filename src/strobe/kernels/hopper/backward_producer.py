@@ -16,7 +16,8 @@ it commit the tile.
 
 from ..device.dialect import Value, fence_async_shared, gl, gluon, mbarrier, partition_barrier, record, tma_load
 from ..device.pipeline import PipelineState
-from ..device.tma import load_part, of_head
+from ..device.seqlen import first_key
+from ..device.tma import from_row, load_part, of_head
 from ..device.zero_foreign_rows import is_own_row, zero_foreign_rows
 from .backward_mainloop import Pipelines, do_state_of
 from .backward_scheduler import TileScheduler
@@ -52,11 +53,14 @@ class LoadedRows:
     first_delta: gl.tensor  # tiles of queries of all heads: so many tiles of LSE come before those of delta
 
     @gluon.jit
-    def of_work(work, shape, traits: gl.constexpr):
+    def of_work(work, cu_seqlens, shape, traits: gl.constexpr):
         q, do = work.q_rows(shape.stride_q, shape, traits), work.q_rows(shape.stride_do, shape, traits)
         num_keys = work.seqlen.num_keys
         k = work.k_rows(shape.stride_k, num_keys, shape, traits)
         v = work.k_rows(shape.stride_v, num_keys, shape, traits)
+        if traits.runs:  # dK and dV of a run lie elsewhere
+            k_start = first_key(cu_seqlens.k, work.sequence + 1, shape.batch, k.offset, True)
+            k, v = from_row(k, k_start), from_row(v, k_start)
         return LoadedRows(q, do, k, v, shape.heads * shape.num_m_blocks * (1 if traits.packed else shape.batch))
 
 
@@ -108,7 +112,7 @@ class Producer:
         traits: gl.constexpr = self.traits
         self.pipes.work.publish(state.work, work, traits)
         state = ProducerState(state.work.advance(), state.kv, state.q, state.do)
-        rows = LoadedRows.of_work(work, self.launch.shape, traits)
+        rows = LoadedRows.of_work(work, self.cu_seqlens, self.launch.shape, traits)
         steps = work.num_steps(traits)
         if traits.kv_stages == 2:  # the other stage is free long before
             self.load_kv(work, rows, state.kv)

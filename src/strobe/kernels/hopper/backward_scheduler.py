@@ -156,7 +156,7 @@ class WorkTile:
     num_keys_written: gl.tensor  # where the keys end whose gradients are written
     rows: DocumentRows | gl.constexpr  # key ranges; else None
     next_row: Value  # key ranges: the row within this tile index with which a further tile begins, or 0; else None
-    sequence: Value  # packed: index of the sequence where a function of scores asks for it; else None
+    sequence: Value  # packed: index of the sequence for functions of scores and runs over shared keys; else None
 
     @gluon.jit
     def entry(self, traits: gl.constexpr):
@@ -278,7 +278,7 @@ def work_tile(tile_index, cu_seqlens, launch, traits: gl.constexpr):
         offset_q, seqlen_q = keys_of(cu_seqlens.q, sequence, shape.batch, seqlen_q)
         head_part = tile_index % head_parts
         first_m_tile = offset_q // traits.block_m + sequence  # device.seqlen.find_sequence
-        if traits.numbers_sequences:
+        if traits.numbers_sequences or traits.runs:
             index = gl.minimum(gl.maximum(sequence - 1, 0), shape.batch - 1)
     else:
         place = dense_key_tile(tile_index, shape, traits)

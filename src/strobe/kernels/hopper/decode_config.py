@@ -83,14 +83,19 @@ class DecodeTraits(Constants, Traits, HookConstants):
 
     @property
     def warps(self) -> int:
-        """Eight where the tallest tile has two functions, or a score_mod over 8-bit keys: each thread then has half as
-        many scores. With four, these spill 124 to 296 bytes. One function over 16-bit keys spills none or 8 bytes, and
-        four warps, of which two programs fit on an SM, are faster: 0.82 ms instead of 1.14 (16 tokens with a tree as
-        mask_mod, 64 sequences of 8k, H200).
+        """Eight where a tile of 64 rows has two functions over 8-bit keys: each thread then has half as many scores.
+        Other tiles are faster with four, although some spill, because two programs fit on an SM.
+
+        Time with four warps, and with eight (H200, 64 sequences of 8k, of d256 32):
+            16 tokens, alibi                              0.638 ms, 0.952 ms
+            16 tokens, a tree and alibi                   0.820 ms, 1.061 ms
+            16 tokens, alibi, 8-bit keys                  0.732 ms, 1.131 ms
+            16 tokens, a tree and alibi, 8-bit keys       1.443 ms, 1.242 ms
+            8 tokens, d256, a tree and alibi              0.601 ms, 0.626 ms
+            the same, 8-bit keys                          0.395 ms, 0.693 ms
         """
-        is_tallest = self.block_m == most_rows(self.head_dim, self.head_dim_v)
-        crowded = self.score_mod is not None and (self.mask_mod is not None or self.fp8)
-        return 8 if crowded and is_tallest else 4
+        has_both = self.score_mod is not None and self.mask_mod is not None
+        return 8 if has_both and self.fp8 and self.block_m == MOST_ROWS else 4
 
     @property
     def block_d(self) -> int:

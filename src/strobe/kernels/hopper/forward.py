@@ -177,7 +177,9 @@ class Consumer:
         size = gl.abs(gl.load(self.outputs.k_scale + head))
         size = gl.where(size == 0.0, LEAST_SCALE, size)
         if self.traits.softcap:
-            softmax = SoftmaxParams(softmax.scale_log2, softmax.softcap * size, None)
+            softmax = SoftmaxParams(softmax.scale_log2, softmax.softcap * size, softmax.score_scale)
+        elif self.traits.score_mod is not None:
+            softmax = SoftmaxParams(softmax.scale_log2, softmax.softcap, softmax.score_scale * size)
         else:
             softmax = SoftmaxParams(softmax.scale_log2 * size, softmax.softcap, None)
         launch = LaunchParams(launch.num_tiles, launch.shape, launch.window, softmax, launch.hooks, launch.cache)
@@ -189,6 +191,8 @@ class Consumer:
         traits: gl.constexpr = self.traits
         shape = self.launch.shape
         q_start, k_start = m_start, 0
+        if traits.cached:
+            q_start = m_start + (seqlen.seqlen_k - seqlen.seqlen_q)
         if traits.key_ranges:
             _, offset_k = self.pipes.work.receive_document(work_state)
             q_start, k_start = (

@@ -42,4 +42,5 @@ def forward_traits(
         problem.packed,
         counted,
         early,
+        runs=problem.runs,
     )

@@ -113,7 +113,7 @@ def tuning_of(problem: Problem) -> Tuning:
     widths = tiled(problem.head_dim, problem.head_dim_v)
     fewest, of_few = FEW_KEYS_TUNINGS.get(widths, (0, None))
     few = of_few if keys_a_row(problem) < fewest else None
-    in_pieces = problem.packed or problem.mask.left or problem.mask.documents
+    in_pieces = (problem.packed and not problem.runs) or problem.mask.left or problem.mask.documents
     special = (
         SOFTCAP_TUNINGS.get(widths)
         if problem.softcap
@@ -355,6 +355,7 @@ class HopperBackward:
             "dq_zeroed_ahead": _dq_zeroed_ahead(problem, traits),
             "dq_written_directly": _dq_written_directly(problem, traits),
             "reversed_sections": _last_sections(problem, traits),
+            "runs": problem.runs,
         }
         config = BackwardConfig(replace(traits, **added))
         if problem.mods is not None:

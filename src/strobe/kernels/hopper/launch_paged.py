@@ -18,6 +18,7 @@ from ..device.dialect import TensorDescriptor
 from ..device.forward_arguments import (
     CacheParams,
     CacheTensors,
+    HookParams,
     LaunchParams,
     Pointers,
     PoolStrides,
@@ -25,7 +26,7 @@ from ..device.forward_arguments import (
     SoftmaxParams,
     WindowParams,
 )
-from ..device.persistent_launch import Launch, softmax_parameters
+from ..device.persistent_launch import LOG2_E, Launch, softmax_parameters
 from ..device.tma import addressable, describing, descriptor
 from ..protocol import Forward, Plan
 from ..runtime import error_flags, launcher
@@ -57,10 +58,10 @@ def run_mixed(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tens
     out = addressable(t.out, traits.pack_gqa > 1)
     word = error_flags.word(call.q.device)
     counter = zeros_on(call.q.device, 1) if traits.counted else None
-    moving = (*call.about, out, t.lse, word, counter)
-    launch = _start(
-        plan, "forward", moving, t._replace(out=out), lambda: prefill_launch(plan, call, out, t.lse, counter)
-    )
+    hooks, read = hooks_of(plan, call)
+    moving = (*call.about, out, t.lse, word, counter, *read.tensors)
+    describe = partial(prefill_launch, plan, call, out, t.lse, counter, hooks)
+    launch = _start(plan, "forward", moving, t._replace(out=out), describe, read.kinds)
     if out is not t.out:
         t.out.copy_(out)
     both: Replay | None = launch if counter is None or launch is None else launch.on_this_stream()
@@ -125,7 +126,9 @@ def other_rows_launch(plan: Plan, decode: Launch) -> Launch:
     return Launch(other_rows_kernel, problem.total_q, arguments, {"num_warps": 1})
 
 
-def prefill_launch(plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counter: Tensor | None) -> Launch:
+def prefill_launch(
+    plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counter: Tensor | None, hooks: HookParams | None
+) -> Launch:
     """The forward of the sequences that the plan's decode does not run."""
     traits: ForwardTraits = plan.config.traits
     problem = plan.problem
@@ -137,11 +140,13 @@ def prefill_launch(plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counte
     few_tokens = 0 if plan.config.decode is None else MOST_TOKENS
     cache = CacheParams(*pages, *rows_apart(problem), few_tokens)
     softmax = SoftmaxParams(*softmax_parameters(as_packed(problem)))
+    if traits.score_mod is not None:
+        softmax = SoftmaxParams(LOG2_E, softmax.softcap, softmax.scale_log2 / LOG2_E)
     tensors = CacheTensors(call.page_table, call.seqlens, call.k_start)
     if traits.converts_keys:
         cache = CacheParams(*pages, 0, 0, few_tokens, *[PoolStrides(*word_strides(t)) for t in (call.k, call.v)])
         tensors = tensors._replace(k=call.k, v=call.v, k_scale=call.k_scale, v_scale=call.v_scale)
-    launch = LaunchParams(heads * tiles_m, shape, window, softmax, None, cache)
+    launch = LaunchParams(heads * tiles_m, shape, window, softmax, hooks, cache)
     word = error_flags.word(call.q.device)
     pointers = Pointers(lse, call.sinks, call.cu_seqlens_q, None, None, word, counter, tensors)
     arguments = (*descriptors(call, out, traits), pointers, launch, traits)

@@ -10,7 +10,8 @@ from ...problem.mask import NO_BOUND, MaskStructure
 from ...problem.paged import PagedProblem
 from ...problem.problem import ALIGNMENT, Problem
 from ...problem.target import Target
-from ..protocol import against_mods, keys_a_row
+from ..protocol import keys_a_row
+from ..runtime.mod_function import ModFunctions, mod_functions
 from ..runtime.tile_constants import CacheConstants
 from ..runtime.tma_requirements import MOST_ROWS, entries_apart
 from .forward_config import EARLY, EARLY_KEYS, forward_traits
@@ -37,6 +38,17 @@ STAGED_TUNINGS = {(128, 128): replace(TUNINGS[128, 128], stages=3), (192, 128): 
 # with a softcap, because tanh takes registers. Tiles of 128 queries are slower (docs/lab/2026-11-28-paged-prefill.md).
 # In the other widths, tiles are the same with and without a softcap.
 SOFTCAP_TUNINGS = {(128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1)}
+# with a score_mod, which takes registers, too: two consumers have more of them, with which none spills at 64 and 128
+# (24 bytes with a mask_mod). A mask_mod alone keeps TUNINGS, where it spills up to 900 bytes and is still faster.
+# TFLOP/s with three consumers, and with two (H200, a chunk of 2k tokens over 32k keys):
+#   alibi                     d64 298, 316; d96 334, 403; d128 458, 527; d128 of 8-bit keys 389, 376
+#   documents as a mask_mod                 d96 344, 288; d128 439, 388; d128 of 8-bit keys 380, 299
+#   both                      d64 194, 199; d96 201, 268; d128 313, 329; d128 of 8-bit keys 276, 321
+SCORE_TUNINGS = {
+    (64, 64): Tuning(block_n=64, stages=6, consumers=2, q_in_registers=1, softmax_overlaps_pv=False, ping_pong=True),
+    (96, 96): Tuning(block_n=64, stages=4, consumers=2, softmax_overlaps_pv=False, ping_pong=True),
+    (128, 128): Tuning(block_n=64, stages=4, consumers=2, q_in_registers=1, softmax_overlaps_pv=False, ping_pong=True),
+}
 
 
 def as_packed(problem: PagedProblem) -> Problem:
@@ -69,14 +81,22 @@ def as_packed(problem: PagedProblem) -> Problem:
 def prefill_traits(problem: PagedProblem, target: Target) -> ForwardTraits:
     like = as_packed(problem)
     widths = next(w for w in TUNINGS if w[0] >= problem.head_dim and w[1] >= problem.head_dim_v)
-    tuning = STAGED_TUNINGS.get(widths, TUNINGS[widths]) if problem.cache_dtype == FP8 else TUNINGS[widths]
-    if problem.softcap:
-        tuning = SOFTCAP_TUNINGS.get(widths, tuning)
     cache = CacheConstants(problem.page_size if problem.paged else 0, problem.k_start)
     if problem.cache_dtype == FP8:
         cache = CacheConstants(*cache[:2], True, *problem.scales, problem.head_dim, problem.head_dim_v)
-    early = widths in EARLY and keys_a_row(like) >= EARLY_KEYS
-    return replace(forward_traits(like, target, tuning, widths, early), cache=cache)
+    functions = ModFunctions() if problem.mods is None else mod_functions(problem.mods)
+    early = widths in EARLY and keys_a_row(like) >= EARLY_KEYS and functions.mask_mod is None
+    traits = forward_traits(like, target, _tuning(problem, widths), widths, early)
+    return replace(traits, cache=cache, score_mod=functions.score_mod, mask_mod=functions.mask_mod)
+
+
+def _tuning(problem: PagedProblem, widths: tuple[int, int]) -> Tuning:
+    usual = STAGED_TUNINGS.get(widths, TUNINGS[widths]) if problem.cache_dtype == FP8 else TUNINGS[widths]
+    special = SOFTCAP_TUNINGS if problem.softcap else {}
+    mods = problem.mods
+    if mods is not None and mods.score and (mods.mask or problem.cache_dtype != FP8):
+        special = SCORE_TUNINGS
+    return special.get(widths, usual)
 
 
 def is_few(problem: PagedProblem) -> bool:
@@ -105,8 +125,6 @@ def entries_of(problem: PagedProblem) -> int:
 
 def against_prefill(problem: PagedProblem, target: Target) -> str | None:
     """Why the Hopper forward cannot run the queries, or None. The decode can run those of few tokens."""
-    if reason := against_mods(problem):
-        return reason
     if problem.out_dtype != problem.dtype:
         return f"writes out in q's dtype; a partial result of {DTYPES[problem.dtype]} is float32"
     if problem.scale <= 0:

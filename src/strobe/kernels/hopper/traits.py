@@ -85,6 +85,7 @@ class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
     block_lists: ListedBlocks | None = None
     functions: tuple[str | None, ...] = field(default=(), init=False)
     cache: CacheConstants | None = None  # packed queries see the keys of a cache
+    runs: bool = False  # packed queries in runs over shared keys
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "functions", tuple(function_key(fn) for fn in (self.score_mod, self.mask_mod)))
@@ -356,6 +357,7 @@ class BackwardTraits(Constants, TileConstants, HookConstants):
     mask_mod: Any = None
     score_mod_bwd: Any = None
     block_lists: ListedBlocks | None = None  # of (block_m, block_n)
+    runs: bool = False  # packed queries in runs over shared keys
     functions: tuple[str | None, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..device.dropout import dropout_stream
 from ..device.mask import apply_mask, first_row, stop_row
-from ..device.seqlen import find_sequence, keys_of, load_rows, run_at, span_of, store_rows
+from ..device.seqlen import find_sequence, first_key, keys_of, load_rows, run_at, span_of, store_rows
 from .arguments import DkDvTensors, DqTensors, KeyGradients, KeyTile, RowStatistics, RowTile, SeqlenInfo, WorkTile
 from .forward import (
     blocks_of_rows,
@@ -249,11 +249,12 @@ def keys_kernel(tensors, masks, errors, strides, shape, window, softmax_params, 
     seqlen = with_key_limits(work, masks, errors, traits)
     entry = work.batch * 0 if traits.packed else work.batch
     query_head = work.batch * 0
+    k_start = first_key(masks.cu_seqlens_k, work.batch, shape.batch, seqlen.offset_k, traits.runs)
     rows_before = entry.to(tl.int64) * shape.heads * shape.seqlen_q + seqlen.offset_q
     base = DkDvTensors(
         row_of(tensors.q, strides.q, entry, seqlen.offset_q, query_head),
-        row_of(tensors.k, strides.k, entry, seqlen.offset_k, work.head),
-        row_of(tensors.v, strides.v, entry, seqlen.offset_k, work.head),
+        row_of(tensors.k, strides.k, entry, k_start, work.head),
+        row_of(tensors.v, strides.v, entry, k_start, work.head),
         row_of(tensors.dout, strides.dout, entry, seqlen.offset_q, query_head),
         tensors.lse + rows_before,
         tensors.delta + rows_before,

@@ -26,6 +26,7 @@ from ..device.seqlen import (
     OUTSIDE,
     breaks_promise,
     find_sequence,
+    first_key,
     guard_offsets,
     key_limit,
     keys_of,
@@ -54,6 +55,7 @@ def query_tile(pid, masks, shape, traits: tl.constexpr):
         head = index
         offset_q, seqlen_q = span_of(masks.cu_seqlens_q, batch, shape.batch, shape.seqlen_q)
         offset_k, seqlen_k = keys_of(masks.cu_seqlens_k, batch, shape.batch, shape.seqlen_k, OUTSIDE)
+        offset_k = first_key(masks.cu_seqlens_k, batch, shape.batch, offset_k, traits.runs)
     else:
         batch = index // shape.heads
         head = index % shape.heads

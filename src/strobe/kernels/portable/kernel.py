@@ -53,6 +53,7 @@ class KernelTraits(Constants, Widths, HookConstants):
     dropout: bool = False
     max_scores: bool = False
     block_lists: ListedBlocks | None = None  # of the tile's size
+    runs: bool = False  # over shared keys
     functions: tuple[str | None, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ def _traits(problem: Problem, tile: TileConfig) -> KernelTraits:
         sign=(problem.scale > 0) - (problem.scale < 0),
         dropout=problem.mods is not None and problem.mods.dropout,
         max_scores=problem.mods is not None and problem.mods.max_scores,
+        runs=problem.runs,
     )
 
 

@@ -68,7 +68,8 @@ def mod_functions(texts: ModTexts, keys_aligned: bool = True) -> ModFunctions:
     if not texts.gradient:
         return ModFunctions(score, mask)
     adds, alone = (
-        mod_function(emit.backward_text(texts.gradient, adds, keys_aligned, texts.packed)) for adds in (True, False)
+        mod_function(emit.backward_text(texts.gradient, adds, keys_aligned, texts.packed, texts.exact_sums))
+        for adds in (True, False)
     )
     return ModFunctions(score, mask, adds, alone)
 

@@ -69,6 +69,7 @@ class ForwardTileConstants(TileConstants):
     tuning: Any
     counted: bool
     cache: CacheConstants | None = None  # packed queries see the keys of a cache
+    runs: bool = False  # packed queries in runs over shared keys
 
     @property
     def cached(self) -> bool:

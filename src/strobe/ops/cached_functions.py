@@ -1,0 +1,49 @@
+"""Binds a custom score and mask to a call over a KV cache: programs, and what they capture now."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from ..mods.mask import MaskMod
+from ..mods.score import as_score_mod
+from ..problem.call import FARTHEST, check_captured
+from ..problem.decode import DecodeCall
+from ..problem.mask import NO_BOUND, Mask
+from ..problem.mods import Mods, ModTexts
+from ..problem.paged import PagedCall
+
+CacheCall = TypeVar("CacheCall", DecodeCall, PagedCall)
+
+
+def bind_functions(call: CacheCall, score: object, mask: Mask | None) -> CacheCall:
+    """A call over a cache with a custom score and a mask. The mask's `left` and `right` become the call's own, so that
+    kernels skip blocks of keys. The rest of the mask is a function. Gradients are refused, so there is none.
+    """
+    mods = Mods(ModTexts())
+    batch, heads = call.seqlens.shape[0], call.q.shape[-2] if call.q.dim() > 1 else 0
+    sizes = {"b": batch, "h": heads, "q": 0, "k": 0}  # positions are those of the cache, and lengths are on the device
+    if score is not None:
+        modification = as_score_mod(score)
+        modification.check(sizes)
+        bound = modification.bind(False)
+        mods = mods._replace(texts=ModTexts(bound.text), score_tensors=bound.tensors, score_numbers=bound.numbers)
+    if isinstance(mask, MaskMod):
+        mask.check(sizes)
+        call = call._replace(left=_least(call.left, mask.left), right=_least(call.right, mask.right))
+        part = mask.within_bounds
+        if part is not None:
+            seen = part.bind()
+            texts = mods.texts._replace(mask=seen.program.text)
+            mods = mods._replace(texts=texts, mask_tensors=seen.tensors, mask_numbers=seen.numbers)
+    if not mods.texts.programs:
+        return call
+    call = call._replace(mods=mods)
+    check_captured(call)
+    return call
+
+
+def _least(bound: int, other: int | None) -> int:
+    """The tighter of a call's bound and a mask's."""
+    if other is None:
+        return bound
+    return min(other, FARTHEST) if bound == NO_BOUND else min(bound, other)
