@@ -95,6 +95,35 @@ def test_the_lists_of_a_mask_make_the_same_mask():
     assert torch.equal(again.dense(48, 128), made.dense(48, 128))
 
 
+def test_numbers_of_eight_bits_are_compared_with_many_blocks():
+    mask = strobe.block_lists(
+        torch.tensor([1], dtype=torch.int8), torch.tensor([[5]], dtype=torch.int8), block_size=1, num_kv_blocks=200
+    )
+    assert mask.dense(1, 200)[0].nonzero()[:, 1].tolist() == [5]
+
+
+def test_positions_beyond_the_lists_see_nothing_in_packed_sequences_and_caches():
+    mask = strobe.block_lists(torch.tensor([1]), torch.tensor([[0]]), block_size=4)
+    assert torch.equal(
+        mask.dense(8, 8)[0],
+        torch.ones(8, 8).tril().bool().new_tensor([[i < 4 and j < 4 for j in range(8)] for i in range(8)]),
+    )
+    q, k, v = (torch.randn(8, 2, 16) for _ in range(3))
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    out = strobe.attention_varlen(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, mask=mask)
+    torch.testing.assert_close(out[:4], strobe.attention(q[None, :4], k[None, :4], v[None, :4])[0])
+    assert not out[4:].any()
+    lists = (
+        torch.tensor([0, 1]),
+        torch.tensor([[0], [0]]),
+    )  # queries of block 1 see block 0 of keys
+    cache = strobe.DenseCache(k[None], v[None], torch.tensor([6], dtype=torch.int32))
+    out = strobe.attention_decode(q[None, :1], cache, mask=strobe.block_lists(*lists, block_size=(3, 2)))
+    torch.testing.assert_close(out, strobe.attention(q[None, :1], k[None, :2], v[None, :2]))
+    out = strobe.attention_decode(q[None, :1], cache, mask=strobe.block_lists(*lists, block_size=2))
+    assert not out.any()  # position 5 is beyond the two blocks of queries
+
+
 def test_torch_compile_makes_one_graph():
     counts, indices, _ = _lists(B, H, 1)
 
@@ -132,6 +161,13 @@ _REFUSED = {
     "a size of 0": ((_COUNTS, _INDICES), {"block_size": (64, 0)}, "block_size: got"),
     "three sizes": ((_COUNTS, _INDICES), {"block_size": (64, 64, 1)}, "block_size: got"),
     "no number of blocks": ((_COUNTS, _INDICES), {"num_kv_blocks": 0}, "num_kv_blocks: got 0"),
+    "sizes that are no integers": ((_COUNTS, _INDICES), {"block_size": 2.0}, "block_size: got 2.0"),
+    "a size beyond int32": ((_COUNTS, _INDICES), {"block_size": 2**40}, "block_size: got"),
+    "other heads in the full lists": (
+        (_COUNTS.expand(2, -1), _INDICES.expand(2, -1, -1), _COUNTS.expand(3, -1), _INDICES.expand(3, -1, -1)),
+        {},
+        "full_kv_num_blocks: got batch entries and heads",
+    ),
     "full blocks of other rows": ((_COUNTS, _INDICES, _COUNTS[:, :1], _INDICES[:, :1]), {}, "full_kv_num_blocks: got"),
 }
 
@@ -153,8 +189,8 @@ def test_half_of_a_pair_and_no_tensors_are_refused():
 
 
 @pytest.mark.parametrize(("rows", "keys", "heads", "message"), (
-    (65, 128, 1, "counts blocks of 32 queries"),
-    (64, 129, 1, "counts blocks of 64 keys"),
+    (65, 128, 1, "lists of 2 blocks of 32 queries, expected at least 3 blocks"),
+    (64, 129, 1, "lists of 2 blocks of 64 keys, expected at least 3 .* num_kv_blocks="),
     (64, 128, 3, "counts query heads"),
 ))  # fmt: skip
 def test_a_call_that_the_lists_do_not_cover_is_refused(rows, keys, heads, message):

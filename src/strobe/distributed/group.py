@@ -66,7 +66,6 @@ def groups_of(processes: Any) -> list[ProcessGroup]:
 class Transfer:
     """Contiguous tensors on their way between ranks of a group, without copies. Two ranks name the tensors that pass
     between them in the same order. Empty lists are allowed.
-
     """
 
     def __init__(

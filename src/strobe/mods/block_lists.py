@@ -31,9 +31,10 @@ def block_lists(
     >>> strobe.attention(q, k, k, mask=mask & strobe.causal()).shape
     torch.Size([1, 4, 2, 16])
 
-    The mask combines with others by &, | and ~. Both passes skip the blocks that are in no list: the lists of queries
-    for the backward are derived on the device. Blocks of a multiple of 64 queries and keys are skipped best. The lists
-    are read when the mask is made, and a call reads the mask's own table of blocks: make a new mask for new lists.
+    The mask combines with others by &, | and ~. Kernels that have lists skip the blocks that are in none, in both
+    passes (docs/guides/mask_functions.md); blocks of a multiple of 64 queries and keys are skipped best. The lists of
+    queries for the backward are derived on the device. The lists are read when the mask is made, and a call reads the
+    mask's own table of blocks: make a new mask for new lists.
 
     Args:
         kv_num_blocks: [B, H_q, M] integers, how many blocks of keys each of M blocks of queries sees. B and H_q may be
@@ -46,8 +47,9 @@ def block_lists(
         num_kv_blocks: how many blocks the keys have. K by default, as in FlexAttention.
 
     Raises InvalidProblem for shapes, dtypes or devices that do not belong together, and for CPU tensors whose numbers
-    are no blocks. The host does not read tensors of a GPU: there, blocks that do not exist are not seen. A call raises
-    InvalidProblem if the lists do not cover its queries, keys, heads or batch entries.
+    are no blocks. The host does not read tensors of a GPU: there, blocks that do not exist are not seen. A call of
+    tensors [B, S, H, D] raises InvalidProblem if the lists do not cover it. In packed sequences and caches, whose
+    lengths the host does not know, queries beyond the lists see nothing, and keys beyond them are not seen.
     """
     partial = _checked("kv", kv_num_blocks, kv_indices, num_kv_blocks)
     full = None
@@ -60,8 +62,8 @@ def block_lists(
         full, partial = _broadcast(full, partial), _broadcast(partial, full)
         if num_kv_blocks is None:
             num_kv_blocks = max(partial[1].shape[-1], full[1].shape[-1])
-    sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
-    if len(sizes) != 2 or any(not isinstance(size, int) or size < 1 for size in sizes):
+    sizes = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sizes) != 2 or any(type(size) is not int or not 0 < size < 2**31 for size in sizes):
         raise InvalidProblem("block_size", block_size, "queries and keys, integers from 1 on", "pass 128 or (128, 64)")
     inner = None
     if mask_mod is not None:
@@ -83,9 +85,10 @@ def _checked(name: str, counts: Tensor | None, indices: Tensor | None, blocks: i
         raise InvalidProblem(f"{name}_indices", got, "[B, H_q, M, K] for [B, H_q, M]", "list blocks for each count")
     if counts.device != indices.device:
         raise InvalidProblem(f"{name}_indices", indices.device, str(counts.device), "move both to one device")
-    if blocks is not None and (not isinstance(blocks, int) or blocks < 1):
+    if blocks is not None and (type(blocks) is not int or blocks < 1):
         raise InvalidProblem("num_kv_blocks", blocks, "an integer from 1 on", "pass ceil(S_k / block size)")
     has_data = counts.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(counts, FakeTensor)
+    counts, indices = counts.long(), indices.long()  # int8 could not be compared with the numbers of blocks
     if has_data:
         _check_numbers(name, counts, indices, indices.shape[-1] if blocks is None else blocks)
     ones = (1,) * (3 - counts.dim())
@@ -104,5 +107,9 @@ def _check_numbers(name: str, counts: Tensor, indices: Tensor, blocks: int) -> N
 
 def _broadcast(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """One list for as many entries and heads as both lists have."""
-    lead = torch.broadcast_shapes(one[0].shape[:2], other[0].shape[:2])
+    sizes = list(zip(one[0].shape[:2], other[0].shape[:2]))
+    if any(1 not in pair and pair[0] != pair[1] for pair in sizes):
+        got = f"batch entries and heads {list(one[0].shape[:2])} and {list(other[0].shape[:2])}"
+        raise InvalidProblem("full_kv_num_blocks", got, "equal numbers, or 1", "give both lists the same heads")
+    lead = [max(pair) for pair in sizes]
     return one[0].expand(*lead, -1), one[1].expand(*lead, -1, -1)

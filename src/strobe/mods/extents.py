@@ -8,6 +8,7 @@ batch entries than the call, for example the slopes of all heads where a process
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +16,16 @@ from ..errors import InvalidProblem
 from ..problem.call import Call
 
 MEANING = {"b": "batch entries", "h": "query heads", "q": "queries", "k": "keys"}
-Axis = str | tuple[str, int] | None  # a position of MEANING; with a number, one index for so many positions
+
+
+class Blocks(NamedTuple):
+    """An axis of a table of blocks, behind whose last block there is an empty one."""
+
+    name: str  # of MEANING
+    size: int  # positions of a block
+
+
+Axis = str | Blocks | None  # a position of MEANING
 Axes = tuple[Axis, ...]  # for each dimension of a tensor what indexes it, if a position does
 
 
@@ -41,16 +51,26 @@ def check(
         for dim, axis in enumerate(names):
             if axis is None:
                 continue
-            name, step = (axis, 1) if isinstance(axis, str) else axis
-            count, wanted, is_exact = step * tensor.shape[dim], sizes[name], name in ("b", "h") and not is_part
+            if isinstance(axis, Blocks):
+                _check_blocks(argument, tensor.shape[dim] - 1, axis, sizes[axis.name])
+                continue
+            name, count = axis, tensor.shape[dim]
+            wanted, is_exact = sizes[name], name in ("b", "h") and not is_part
             if count < wanted or (is_exact and count > wanted):
-                what = MEANING[name] if step == 1 else f"blocks of {step} {MEANING[name]}"
-                got = f"a tensor of shape {list(tensor.shape)}, whose dimension {dim} counts {what}"
+                got = f"a tensor of shape {list(tensor.shape)}, whose dimension {dim} counts {MEANING[name]}"
                 expected = f"{'' if is_exact else 'at least '}{wanted}, the {MEANING[name]} of the call"
                 remedy = "make the tensor as large as the call" + "; a dimension of size 1 is broadcast" * (
                     tensor.dim() > 2
                 )
                 raise InvalidProblem(argument, got, expected, remedy)
+
+
+def _check_blocks(argument: str, count: int, axis: Blocks, wanted: int) -> None:
+    if count * axis.size < wanted:
+        got = f"lists of {count} blocks of {axis.size} {MEANING[axis.name]}"
+        needed = f"at least {-(-wanted // axis.size)} blocks for the call's {wanted} {MEANING[axis.name]}"
+        remedy = "pass num_kv_blocks=" if axis.name == "k" else "pass a count and a row of numbers for each block"
+        raise InvalidProblem(argument, got, needed, remedy)
 
 
 def sizes_of(call: Call) -> dict[str, int]:

@@ -435,11 +435,13 @@ def part_of_lists(
     """A full block, or a partial block and `inner`, by a table of the blocks' kinds: 0 empty, 1 partial, 2 full.
 
     partial, full: counts [B, H, M] and numbers [B, H, M, N] of blocks. counts_blocks: a call's rows and keys must be in
-    the table's blocks.
+    the table's blocks. Beyond them, where sequences are longer than the lists, the last row and column are empty.
     """
     table = _listed(*partial, num_kv_blocks).to(torch.int8)
     if full is not None:
         table = torch.where(_listed(*full, num_kv_blocks), 2, table).to(torch.int8)
+    if counts_blocks:
+        table = torch.nn.functional.pad(table, (0, 1, 0, 1))
     p = Builder([Captured(INT, 4)])
     at = [p.const(0) if size == 1 else p.input(name) for size, name in zip(table.shape[:2], ("b", "h"))]
     for name, size in zip(("q", "k"), block_size):
@@ -447,7 +449,7 @@ def part_of_lists(
     kind = p.load(0, at)
     axes: extents.Axes = extents.axes_of(table)[:2]
     if counts_blocks:
-        axes = (*axes, ("q", block_size[0]), ("k", block_size[1]))
+        axes = (*axes, extents.Blocks("q", block_size[0]), extents.Blocks("k", block_size[1]))
     listed = lambda value: _Bound(BoundMask(p.program([p.compare("eq", kind, p.const(value))]), (table,)), axes=(axes,))
     seen = listed(1) if inner is None else _Combined("and", listed(1), inner)
     return seen if full is None else _Combined("or", listed(2), seen)
