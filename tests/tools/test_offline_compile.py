@@ -178,8 +178,8 @@ def test_the_hopper_forward_over_caches_compiles_with_each_tiling():
         assert 0 <= row["shared_bytes"] - traits.shared_bytes() < 1024, unit
         assert row["warps"] == 4 * traits.tuning.consumers + 4, unit
         seen.add(replace(traits.tuning, pack_gqa=1))
-    tunings = (prefill_config.TUNINGS, prefill_config.SOFTCAP_TUNINGS, prefill_config.SCORE_TUNINGS)
-    assert seen == {tuning for each in tunings for tuning in each.values()}
+    tunings = ("TUNINGS", "STAGED_TUNINGS", "SOFTCAP_TUNINGS", "SCORE_TUNINGS")
+    assert seen == {tuning for name in tunings for tuning in getattr(prefill_config, name).values()}
 
 
 def test_forwards_with_the_bits_of_a_decode_multiply_as_it_does():
