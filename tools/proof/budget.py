@@ -189,6 +189,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("keys_kernel", "d64 group *", "sm_90", 504, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_90", 928, _OPTIONS),
     Allowance("keys_kernel", "d64 dense", "sm_90", 256, _TIMED),
+    Allowance("keys_kernel", "d128 runs *", "sm_90", 432, _TIMED),
     Allowance("keys_kernel", "d[19][26]*", "sm_90", 412, _TIMED),
     Allowance("queries_kernel", "d192/128 causal", "sm_90", 148, _TIMED),
     Allowance("queries_kernel", "d256 [dc]*", "sm_90", 72, _TIMED),
@@ -209,6 +210,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("decode_kernel", "paged d* float8 prefill*", "sm_90", 92, _TALL_OF_8_BITS, family="hopper.decode"),
     Allowance("forward_kernel", "paged d128 prefill, mask_mod", "sm_90", 376, _MASKED, family="hopper.decode"),
     Allowance("forward_kernel", "paged d128 float8 prefill", "sm_90", 32, _CONVERTED, family="hopper.decode"),
+    Allowance("forward_kernel", "paged d128 float8 prefill, *", "sm_90", 16, _MASKED, family="hopper.decode"),
     Allowance(
         "forward_kernel", "paged d64 float8 prefill, pages of 1", "sm_90", 40, _CONVERTED, family="hopper.decode"
     ),
