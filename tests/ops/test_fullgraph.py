@@ -74,6 +74,11 @@ def ids(batch: int, rows: int, keys: int) -> tuple[Tensor, ...]:
     return *dense(batch, rows, keys), of(rows), of(keys)
 
 
+def lists_of_blocks(batch: int, rows: int, keys: int) -> tuple[Tensor, ...]:
+    counts = torch.arange(batch * rows, dtype=torch.int32).view(batch, 1, rows) % (keys + 1)
+    return *dense(batch, rows, keys), counts, torch.arange(keys, dtype=torch.int32).expand(batch, 1, rows, keys)
+
+
 def sinks(batch: int, rows: int, keys: int) -> tuple[Tensor, ...]:
     return *dense(batch, rows, keys), torch.linspace(-1, 1, 4, dtype=torch.float64)
 
@@ -217,6 +222,7 @@ TABLE: dict[str, tuple[Callable, Inputs]] = {
     ),
     "key_lengths": (_masked(strobe.key_lengths), lengths),
     "documents": (_masked(strobe.documents), ids),
+    "block_lists": (_masked(lambda counts, blocks: strobe.block_lists(counts, blocks, block_size=1)), lists_of_blocks),
     "attention_decode": (lambda q, k, v, n: strobe.attention_decode(q.detach(), _pages(k, v, n)), lengths),
     "partial_attention_decode": (
         lambda q, k, v, n: strobe.partial_attention_decode(q.detach(), _pages(k, v, n), window=(3, 0)),

@@ -538,7 +538,7 @@ def test_every_constant_of_a_compiled_kernel_is_in_its_key():
         "head_dim_v": 63, "group": 2,
         "mask": traits.mask._replace(left=True), "softcap": True, "sinks": True, "packed": True, "sign": -1,
         "host": "of another version", "score_mod": "one", "mask_mod": "one", "score_mod_bwd": "one",
-        "dropout": True, "max_scores": True, "block_lists": ListedBlocks(64, 64, has_full=False),
+        "dropout": True, "max_scores": True, "block_lists": ListedBlocks(64, 64, has_full=False), "runs": True,
     }  # fmt: skip
     assert set(changed) == {field.name for field in fields(traits) if field.init}  # the others follow from these
     texts = {str(replace(traits, **{name: value})) for name, value in changed.items()} | {str(traits)}
