@@ -242,7 +242,9 @@ def test_published_decode_figures_stand_in_the_results():
 
 
 def test_published_speeds_of_functions_stand_in_the_results():
-    """A line "| CASE | ..." of the guide: forward and backward TFLOP/s of strobe, a built-in option, FlexAttention."""
+    """A line "| CASE | ..." of the guide: forward and backward TFLOP/s of strobe, a built-in option, FlexAttention
+    and its FLASH backend.
+    """
     measured = {}
     for line in (ROOT / "results/mods.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -252,7 +254,7 @@ def test_published_speeds_of_functions_stand_in_the_results():
     assert {name for name, _ in lines} == {case.rsplit("_", 1)[0] for case in measured}
     for name, cells in lines:
         expected = []
-        for contender in ("strobe", "built_in", "flex"):
+        for contender in ("strobe", "built_in", "flex", "flex_flash"):
             rates = []
             for direction in ("forward", "backward"):
                 row = measured.get(f"{name}_{direction}", {"rivals": {}, "ms": None})

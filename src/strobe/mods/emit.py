@@ -13,20 +13,19 @@ is computed once a row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from torch import Tensor
 
+from .dependence import MOST_SUMMED, constant_over, differs, has_positions, reads_grad, sources, vanishes
 from .intervals import UNKNOWN, Interval, node_bounds
 from .program import BOOL, FLOAT, INT, LONG, Node, Program
 
 _ARGUMENTS = {"score": "score", "grad": "dscore", "b": "b", "h": "h", "q": "q_idx", "k": "kv_idx"}
 _POSITION = Interval(0, 2**31 - 1)
 _TYPES = {FLOAT: "tl.float32", INT: "tl.int32", LONG: "tl.int64", BOOL: "tl.int1"}
-
-MOST_SUMMED = 16  # keys, and queries, whose gradients for one place are summed before an atomic adds them
 
 _UNARY = {
     "neg": "-({0})",
@@ -193,19 +192,8 @@ def _function(
 
 def _needed(program: Program, nodes: Sequence[int], statements: dict[int, str]) -> list[str]:
     """The statements of nodes and of what they depend on, taken out of `statements`."""
-    wanted = _sources(program, nodes)
+    wanted = sources(program, nodes)
     return [statements.pop(n) for n in sorted(wanted & statements.keys())]
-
-
-def _sources(program: Program, nodes: Sequence[int]) -> set[int]:
-    """Nodes and what they depend on."""
-    found, stack = set(), [*nodes]
-    while stack:
-        n = stack.pop()
-        if n not in found:
-            found.add(n)
-            stack += program.nodes[n].args
-    return found
 
 
 def _cast_apart(node: Node, names: Sequence[str], program: Program) -> str | None:
@@ -216,7 +204,7 @@ def _cast_apart(node: Node, names: Sequence[str], program: Program) -> str | Non
     if node.op != "cast" or node.kind != FLOAT or program.nodes[node.args[0]].op not in ("add", "sub"):
         return None
     inner = program.nodes[node.args[0]]
-    by_key, by_query = ([_constant_over(program, name)[i] <= MOST_SUMMED for i in inner.args] for name in ("k", "q"))
+    by_key, by_query = ([constant_over(program, name)[i] <= MOST_SUMMED for i in inner.args] for name in ("k", "q"))
     is_apart = sorted(zip(by_key, by_query)) == [(False, True), (True, False)]
     if not is_apart or any(program.nodes[i].kind != INT for i in inner.args):
         return None
@@ -322,6 +310,25 @@ def _address(at: int, indices: list[str], ranges: list[Interval], step: int, siz
     return words
 
 
+@dataclass(frozen=True)
+class _Target:
+    """A captured tensor's gradient, to which an emitted function adds. at, sizes_at: where the gradient and the
+    captured tensor are in aux.
+    """
+
+    at: int
+    sizes_at: int
+    ranges: list[Interval]  # of the indices
+    exact: bool
+
+    def add(self, indices: list[str], terms: str, is_sparse: bool = False) -> str:
+        """The statement that adds terms at indices. is_sparse: most of them are 0."""
+        place = f"{_address(self.at, indices, self.ranges, 1, self.sizes_at)} + tl.where({terms} == 0, 0, 0)"
+        if self.exact:
+            return f"add_exactly({place}, aux[{self.at + 1 + len(indices)}], {terms})"
+        return f'tl.atomic_add({place}, {terms}, {f"mask={terms} != 0, " if is_sparse else ""}sem="relaxed")'
+
+
 def _scatters(
     program: Program, names: list[str], places: _Places, ranges: list[Interval], keys_aligned: bool
 ) -> list[tuple[list[int], list[str]]]:
@@ -330,7 +337,7 @@ def _scatters(
 
     Elements that go to one place are summed before: all queries, and 16 keys, where no index depends on them, or as
     many as have the same indices. Sums of 16 keys stay within a warp. The indices of a sum are those of its first
-    element.
+    element. Where the text does not say which elements have the same indices, the kernel compares them (`_add_equal`).
     """
     found: list[tuple[list[int], list[str]]] = []
     results = iter(program.outputs[1:])
@@ -340,58 +347,53 @@ def _scatters(
         value = names[at_value]
         indices = [next(results) for _ in range(scatter.ndim)]
         keys, queries = (
-            min([MOST_SUMMED + 1, *(_constant_over(program, name)[i] for i in indices)]) for name in ("k", "q")
+            min([MOST_SUMMED + 1, *(constant_over(program, name)[i] for i in indices)]) for name in ("k", "q")
         )
         words, sum_of, lines = [names[i] for i in indices], f"sum{n}", []
-        if not _vanishes(program, at_value):
+        tiles = [d for d, i in enumerate(indices) if has_positions(program, i)]
+        if not vanishes(program, at_value):
             value = f"tl.where(dscore == 0, 0.0, {value})"
         lines.append(
-            f"{sum_of} = {value}" if _reads_grad(program, at_value) else f"{sum_of} = {value} + {tile}.to(tl.float32)"
+            f"{sum_of} = {value}" if reads_grad(program, at_value) else f"{sum_of} = {value} + {tile}.to(tl.float32)"
         )
         group_k = min(keys, MOST_SUMMED) if keys_aligned or keys > MOST_SUMMED else 1
         group_q = str(queries) if queries <= MOST_SUMMED else f"{sum_of}.shape[1]"
         if (group_k, group_q) != (1, "1"):
             shape = f"[{sum_of}.shape[0] // {group_k}, {group_k}, {sum_of}.shape[1] // {group_q}, {group_q}]"
-            for d, i in enumerate(indices):
-                if any(_constant_over(program, name)[i] <= MOST_SUMMED for name in ("k", "q")):
-                    words[d] = f"at{n}_{d}"
-                    index = f"tl.reshape({names[i]} + {tile}, {shape})"
-                    lines.append(f"{words[d]} = tl.reduce(tl.reduce({index}, 3, first), 1, first)")
+            for d in tiles:
+                index, words[d] = f"tl.reshape({words[d]} + {tile}, {shape})", f"at{n}_{d}"
+                lines.append(f"{words[d]} = tl.reduce(tl.reduce({index}, 3, first), 1, first)")
             lines.append(f"{sum_of} = tl.sum(tl.sum(tl.reshape({sum_of}, {shape}), 3), 1)")
-        address = _address(at, words, [ranges[i] for i in indices], 1, places.tensors[scatter.tensor])
-        place = f"{address} + tl.where({sum_of} == 0, 0, 0)"
-        if places.exact:
-            lines.append(f"add_exactly({place}, aux[{at + 1 + scatter.ndim}], {sum_of})")
+        target = _Target(at, places.tensors[scatter.tensor], [ranges[i] for i in indices], places.exact)
+        if queries == 1 and not any(differs(program, i, name) for i in indices for name in ("k", "q")):
+            unsummed = tile if (group_k, group_q) == (1, "1") else ""
+            lines += _add_equal(n, target, words, tiles, unsummed, MOST_SUMMED // group_k)
         else:
-            lines.append(f'tl.atomic_add({place}, {sum_of}, sem="relaxed")')
+            lines.append(target.add(words, sum_of))
         found.append(([at_value, *indices], lines))
-    reads_score = lambda nodes: any(program.nodes[n].value == "score" for n in _sources(program, nodes))
+    reads_score = lambda nodes: any(program.nodes[n].value == "score" for n in sources(program, nodes))
     return sorted(found, key=lambda one: not reads_score(one[0]))
 
 
-def _reads_grad(program: Program, at: int) -> bool:
-    """Whether a node has the shape of dscore."""
-    return any(program.nodes[n].value == "grad" for n in _sources(program, [at]))
-
-
-def _vanishes(program: Program, at: int) -> bool:
-    """Whether a node is 0 where dscore is: dscore times factors that are finite, since they read no tensor or score."""
-    node = program.nodes[at]
-    if node.op == "input":
-        return node.value == "grad"
-    if node.op == "mul":
-        return any(_vanishes(program, a) and _is_finite(program, b) for a, b in (node.args, node.args[::-1]))
-    return node.op == "neg" and _vanishes(program, node.args[0])
-
-
-def _is_finite(program: Program, at: int) -> bool:
-    """Whether a node is a constant or an integer, as a distance is."""
-    node = program.nodes[at]
-    if node.op == "const":
-        return math.isfinite(float(node.value or 0))
-    if node.op in ("neg", "abs"):
-        return _is_finite(program, node.args[0])
-    return node.op == "cast" and program.nodes[node.args[0]].kind in (INT, LONG)
+def _add_equal(n: int, target: _Target, words: list[str], tiles: list[int], tile: str, keys: int) -> list[str]:
+    """Statements that add sum{n} at indices: as one term for `keys` keys and all queries if these have equal indices,
+    else one by one. Buckets of distances are so: without this a GPU's atomics would add most of S^2 terms in turn.
+    """
+    shape = f"[sum{n}.shape[0] // {keys}, {keys}, sum{n}.shape[1]]"
+    of_all = lambda function, x: f"tl.{function}(tl.{function}({x}, 2, keep_dims=True), 1, keep_dims=True)"
+    each, common, lines = [*words], [*words], []
+    for d in tiles:
+        each[d], common[d] = f"each{n}_{d}", f"least{n}_{d}"
+        lines.append(f"{each[d]} = tl.reshape({words[d]}{tile and f' + {tile}'}, {shape})")
+        lines.append(f"{common[d]} = {of_all('min', each[d])}")
+    equal = " & ".join(f"({common[d]} == {of_all('max', each[d])})" for d in tiles)
+    lines += [
+        f"is_equal{n} = {equal}",
+        f"each{n} = tl.reshape(sum{n}, {shape})",
+        f"common{n} = tl.where(is_equal{n}, {of_all('sum', f'each{n}')}, 0.0)",
+        f"each{n} = tl.where(is_equal{n}, 0.0, each{n})",
+    ]
+    return [*lines, target.add(common, f"common{n}", is_sparse=True), target.add(each, f"each{n}", is_sparse=True)]
 
 
 @lru_cache(maxsize=256)
@@ -405,24 +407,5 @@ def loads_by_key(text: str) -> int:
     1
     """
     program = Program.parse(text)
-    over = _constant_over(program, "k")
+    over = constant_over(program, "k")
     return sum(node.op == "load" and over[n] < MOST_SUMMED for n, node in enumerate(program.nodes))
-
-
-@lru_cache(maxsize=64)
-def _constant_over(program: Program, name: str) -> list[int]:
-    """For each node: over how many positions `name` that begin at a multiple of that number it is constant, a power of
-    two up to MOST_SUMMED; more than that where it does not depend on the position.
-    """
-    found: list[int] = []
-    for node in program.nodes:
-        of_args = min([MOST_SUMMED + 1, *(found[arg] for arg in node.args)])
-        if node.op == "input":
-            of_args = 1 if node.value in (name, "score", "grad") else MOST_SUMMED + 1
-        elif node.op in ("floordiv", "shr") and program.nodes[node.args[1]].op == "const":
-            source, by = program.nodes[node.args[0]], program.nodes[node.args[1]].value
-            if (source.op, source.value) == ("input", name) and type(by) is int and by > 0:
-                size = 1 << by if node.op == "shr" else by
-                of_args = min(size & -size, MOST_SUMMED)
-        found.append(of_args)
-    return found
