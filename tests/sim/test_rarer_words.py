@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     TensorMemoryScalesLayout,
     allocate_tensor_memory,
-    get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
     tcgen05_mma_scaled,
@@ -22,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged, store_ragged
 
+from strobe.kernels.device.dialect import tmem_reg_layout
 from strobe.sim import formats, simulate
 from tests.sim.ptx_calls import one
 
@@ -158,8 +158,8 @@ def scaled_kernel(
     scales: gl.constexpr = TensorMemoryScalesLayout()
     a_tmem = allocate_tensor_memory(gl.uint8, [M, K // 32], scales)
     b_tmem = allocate_tensor_memory(gl.uint8, [N, K // 32], scales)
-    a_regs: gl.constexpr = get_tmem_reg_layout(gl.uint8, (M, K // 32), scales, 4)
-    b_regs: gl.constexpr = get_tmem_reg_layout(gl.uint8, (N, K // 32), scales, 4)
+    a_regs: gl.constexpr = tmem_reg_layout(gl.uint8, (M, K // 32), scales, 4)
+    b_regs: gl.constexpr = tmem_reg_layout(gl.uint8, (N, K // 32), scales, 4)
     a_rows = gl.arange(0, M, gl.SliceLayout(1, a_regs))[:, None] * (K // 32)
     b_rows = gl.arange(0, N, gl.SliceLayout(1, b_regs))[:, None] * (K // 32)
     a_tmem.store(gl.load(a_scale + a_rows + gl.arange(0, K // 32, gl.SliceLayout(0, a_regs))[None, :]))
@@ -172,7 +172,7 @@ def scaled_kernel(
     tcgen05_commit(done)
     if WAITS:
         mbarrier.wait(done, 0)
-    regs: gl.constexpr = get_tmem_reg_layout(gl.float32, (M, N), layout, 4)
+    regs: gl.constexpr = tmem_reg_layout(gl.float32, (M, N), layout, 4)
     rows = gl.arange(0, M, gl.SliceLayout(1, regs))[:, None] * N
     gl.store(out + rows + gl.arange(0, N, gl.SliceLayout(0, regs))[None, :], acc.load(regs))
 

@@ -1,5 +1,5 @@
-"""The nightly run: long tests, then the kernels under newer versions of Triton (drift) and torch under other Pythons
-(matrix).
+"""The nightly run: long tests, then the kernels under newer versions of Triton (drift), one step for each version, and
+torch under other Pythons (matrix).
 
     python -m tools.nightly                                   all steps; a second start goes on where the first ended
     python -m tools.nightly --jobs 32 --step tests --minutes 9 --records FILE
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.nightly.records import FOLDER, Line, append, best, cpu_s, machine, read, row, tree_of
+from tools.proof.drift import VERSIONS
 from tools.proof.provenance import circumstances
 
 RESULTS = Path("results/nightly.jsonl")
@@ -41,7 +42,7 @@ class Suite(NamedTuple):
 STEPS: dict[str, Suite | tuple[str, ...]] = {  # others are commands
     "tests": Suite(("--ignore", INTERPRETED)),
     "interpreter": Suite((INTERPRETED,), interpreted=True),
-    "drift": ("make", "--no-print-directory", "drift"),
+    **{f"drift-{version}": (sys.executable, "-m", "tools.proof.drift", "--triton", version) for version in VERSIONS},
     "matrix": ("make", "--no-print-directory", "matrix"),
 }
 ENDED = (0, 1, 5)  # pytest's exit codes: all passed, some failed, none were left

@@ -72,6 +72,12 @@ KNOWN: tuple[Known, ...] = (
     Known("3.8.0", "*specimens*blackwell attention d64*", _SPILLS, _PTXAS),
     Known("3.9.0", "*specimens*blackwell attention d*", _SPILLS, _PTXAS),
     Known("3.9.0", "*specimens*backward d128*", _SPILLS, _PTXAS),
+    Known(
+        "3.8.0",
+        "*test_a_step_is_what_the_model_says[[]widths1[]]",
+        "*UnsupportedProblem*",
+        "Triton 3.8 cannot address the tensor memory of 192/128; blackwell.backward refuses it by name",
+    ),
 )
 
 

@@ -129,7 +129,7 @@ CASES = {
     "packed, pages lost": HookCase(PAGED["pages lost"], "hidden by score"),
     "packed, left padded": HookCase(PAGED["rows left padded, window"], "every index"),
     "packed, 8 bits": HookCase(PAGED["8 bits"], "every index"),
-    "8 bits, up to 16": HookCase(replace(PAGED["up to 16"], fp8=True), "tree and score"),
+    "packed, 8 bits, up to 16": HookCase(replace(PAGED["up to 16"], fp8=True), "tree and score"),
 }
 
 # ---------------------------------------------------------------- the oracle

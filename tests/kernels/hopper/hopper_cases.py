@@ -10,6 +10,7 @@ import torch
 
 from strobe.problem import mask as masks
 from strobe.problem.target import FAKES
+from strobe.testing import FAMILIES
 
 PROGRAMS = 2
 H200 = replace(FAKES["H200"], sm_count=PROGRAMS)
@@ -18,6 +19,14 @@ SCHEDULES = (("eager", 0), ("lazy", 0), ("pct", 1))
 NIGHTLY = [
     (mode, seed) for mode in ("eager", "lazy", "random", "pct") for seed in range(1 if mode in ("eager", "lazy") else 3)
 ]
+
+
+def in_turn(n: int, family: str) -> list[tuple[torch.dtype, tuple[str, int]]]:
+    """Three nightly runs (dtype, schedule) of case n with inputs of a family. Over its families a case meets every
+    schedule, and over the cases every schedule meets both dtypes.
+    """
+    first = 3 * FAMILIES.index(family)
+    return [(DTYPES[run % 2], NIGHTLY[(n + run) % len(NIGHTLY)]) for run in range(first, first + 3)]
 
 
 def two_of(n: int) -> tuple[tuple[str, int], ...]:

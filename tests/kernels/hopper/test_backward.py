@@ -17,10 +17,10 @@ from tests.kernels.hopper.hopper_cases import (
     CAUSAL,
     DTYPES,
     H200,
-    NIGHTLY,
     SCHEDULES,
     alternating_schedules,
     band,
+    in_turn,
 )
 
 pytest.importorskip("triton")
@@ -72,9 +72,8 @@ def test_hopper_backward(name, schedule, judge):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
 def test_hopper_backward_under_every_schedule(name, family, judge):
-    for dtype in DTYPES:
-        for schedule in NIGHTLY:
-            run_and_judge(judge, CASES[name], dtype, family, schedule)
+    for dtype, schedule in in_turn(list(CASES).index(name), family):
+        run_and_judge(judge, CASES[name], dtype, family, schedule)
 
 
 LONG_ROWS = (

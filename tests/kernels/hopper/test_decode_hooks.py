@@ -84,7 +84,7 @@ def test_two_functions_over_8_bit_keys_have_eight_warps_in_the_tallest_tile():
 
     names = ("dense, tokens 5", "dense, tokens 16, group 8", "packed, up to 16", "d160, tokens 8", "packed, 8 bits")
     assert [warps(name) for name in names] == [4, 4, 4, 4, 4]
-    assert [warps("8 bits, up to 16", **texts) for texts in ({}, {"mask": ""}, {"score": ""})] == [8, 4, 4]
+    assert [warps("packed, 8 bits, up to 16", **texts) for texts in ({}, {"mask": ""}, {"score": ""})] == [8, 4, 4]
 
 
 def test_selection_and_reasons():

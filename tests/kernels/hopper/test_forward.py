@@ -16,10 +16,10 @@ from tests.kernels.hopper.hopper_cases import (
     CAUSAL,
     DTYPES,
     H200,
-    NIGHTLY,
     PROGRAMS,
     SCHEDULES,
     alternating_schedules,
+    in_turn,
 )
 
 pytest.importorskip("triton")
@@ -126,9 +126,8 @@ def test_hopper_forward_of_few_keys(name, schedule, as_of_few_keys):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
 def test_hopper_forward_under_every_schedule(name, family):
-    for dtype in DTYPES:
-        for schedule in NIGHTLY:
-            run_and_judge(CASES[name], dtype, family, schedule)
+    for dtype, schedule in in_turn(list(CASES).index(name), family):
+        run_and_judge(CASES[name], dtype, family, schedule)
 
 
 @pytest.mark.parametrize("name", [case.name for case in LARGE])
