@@ -60,7 +60,7 @@ def test_equal_indices(name, target, exact):
 
 @pytest.mark.parametrize("target", ("A100", "H200"))
 def test_an_index_that_is_a_number_which_has_changed(target):
-    """The number is an argument of the kernel then. Its word has the shape of a row of positions."""
+    """The number is an argument of the kernel then, and the emitted index a tensor with the shape of q_idx."""
     for place in (3, 2):
         _judge(TABLE, lambda s, b, h, q, k: s * TABLE[h, place], target)  # noqa: B023
 

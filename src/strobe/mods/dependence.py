@@ -42,7 +42,7 @@ def constant_over(program: Program, name: str) -> list[int]:
 
 
 def has_positions(program: Program, at: int) -> bool:
-    """Whether a node has the shape of positions. Numbers have it too (`_words`)."""
+    """Whether a node is a tensor in the emitted text. `emit` gives captured integers the shape of q_idx."""
     shaped = ("score", "grad", "q", "k", "diagonal")
     return any(
         program.nodes[n].op == "number" or (program.nodes[n].op == "input" and program.nodes[n].value in shaped)

@@ -377,7 +377,8 @@ def _scatters(
 
 def _add_equal(n: int, target: _Target, words: list[str], tiles: list[int], tile: str, keys: int) -> list[str]:
     """Statements that add sum{n} at indices: as one term for `keys` keys and all queries if these have equal indices,
-    else one by one. Buckets of distances are so: without this a GPU's atomics would add most of S^2 terms in turn.
+    else one by one. Most tiles of a clamped or bucketed distance have one index. Added one by one, their terms would go
+    to one address, where a GPU performs atomics in turn.
     """
     shape = f"[sum{n}.shape[0] // {keys}, {keys}, sum{n}.shape[1]]"
     of_all = lambda function, x: f"tl.{function}(tl.{function}({x}, 2, keep_dims=True), 1, keep_dims=True)"
