@@ -360,21 +360,27 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
         _paged(64, tokens=2048, keys=4096, softcap=20.0), 64, alibi(torch.ones(32))
     ),
     "paged d128 float8 prefill, score_mod and mask_mod": lambda: _tree(
-        _paged(128, tokens=2048, keys=4096, cache_dtype=FP8), 64, alibi(torch.ones(32))
+        _paged(128, tokens=500, keys=4096, cache_dtype=FP8), 64, alibi(torch.ones(32))
     ),
     "paged d256 prefill, left padded rows": lambda: _paged(
         256, 0, tokens=2048, keys=4096, k_start=torch.zeros(1, dtype=torch.int32)
     ),
-    "paged d128 float8 prefill": lambda: _paged(128, tokens=2048, keys=4096, cache_dtype=FP8),
+    "paged d128 float8 prefill": lambda: _paged(128, tokens=500, keys=4096, cache_dtype=FP8),
     "paged d128 float8 prefill, float16, window softcap": lambda: _paged(
-        128, 64, tokens=2048, keys=4096, cache_dtype=FP8, dtype=torch.float16, left=900, softcap=20.0
+        128, 64, tokens=500, keys=4096, cache_dtype=FP8, dtype=torch.float16, left=900, softcap=20.0
     ),
-    "paged d64 float8 prefill, pages of 1": lambda: _paged(64, 1, tokens=2048, keys=4096, cache_dtype=FP8),
-    "paged d96 float8 prefill, rows": lambda: _paged(96, 0, tokens=2048, keys=4096, cache_dtype=FP8),
-    "paged d192/128 float8 prefill": lambda: _paged(192, tokens=2048, keys=4096, cache_dtype=FP8)._replace(
+    "paged d64 float8 prefill, pages of 1": lambda: _paged(64, 1, tokens=500, keys=4096, cache_dtype=FP8),
+    "paged d96 float8 prefill, rows": lambda: _paged(96, 0, tokens=500, keys=4096, cache_dtype=FP8),
+    "paged d192/128 float8 prefill": lambda: _paged(192, tokens=500, keys=4096, cache_dtype=FP8)._replace(
         v=torch.empty(256, 16, 8, 128, dtype=FP8)
     ),
-    "paged d256 float8 prefill": lambda: _paged(256, tokens=2048, keys=4096, cache_dtype=FP8),
+    "paged d256 float8 prefill": lambda: _paged(256, tokens=500, keys=4096, cache_dtype=FP8),
+    # keys are copied in q's dtype
+    "paged d128 float8 prefill, copied": lambda: _paged(128, tokens=2048, keys=4096, cache_dtype=FP8),
+    "paged d64 float8 prefill, float16, copied, rows, window softcap": lambda: _paged(
+        64, 0, tokens=2048, keys=4096, cache_dtype=FP8, dtype=torch.float16, left=900, softcap=20.0
+    ),
+    "paged d256 float8 prefill, copied": lambda: _paged(256, 64, tokens=2048, keys=4096, cache_dtype=FP8),
 }
 
 

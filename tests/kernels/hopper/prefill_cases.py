@@ -73,3 +73,12 @@ FP8_CASES = {
     "d192/128": _case("prefill", fp8=True, head_dim=192, head_dim_v=128),
     "d256": _case("prefill", fp8=True, head_dim=256, lengths=(70,), news=(40,)),
 }
+
+# 8-bit keys, which are copied in q's dtype
+COPY_CASES = {
+    **{name: case for name, case in FP8_CASES.items() if case.page_size in (0, 8, 16, 32) or case.page_size % 64 == 0},
+    "window, pages lost": replace(
+        FP8_CASES["pages of 256, window"], page_size=16, left=40, lost=((0, 35, -1), (1, 0, -1), (1, 25, 2**31 - 1))
+    ),
+    "rows left padded": replace(FP8_CASES["rows left padded, window"], left=-1),
+}

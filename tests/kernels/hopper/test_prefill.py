@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import strobe
+from strobe.kernels.hopper import copy_config
 from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import paged as ops_paged
 from strobe.problem.paged import PagedCall
 from strobe.testing import FAMILIES, assert_kernel
 from strobe.testing.paged import PagedCase, assert_paged_as_good_as
-from tests.kernels.hopper.prefill_cases import CASES, FP8_CASES
+from tests.kernels.hopper.prefill_cases import CASES, COPY_CASES, FP8_CASES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,16 @@ def test_8_bit_keys_as_good_as_the_oracle(n, name):
     assert bool(strobe.last_errors()) == bool(FP8_CASES[name].lost)
 
 
-LENGTHS, NEWS = (1500, 1, 700, 333, 0, 64), (700, 1, 16, 17, 0, 64)
+@pytest.mark.parametrize("n, name", list(enumerate(COPY_CASES)), ids=list(COPY_CASES))
+def test_copied_keys_as_good_as_the_oracle(n, name, monkeypatch):
+    monkeypatch.setattr(copy_config, "LEAST_ROWS", 17)
+    call = COPY_CASES[name].build("cuda", (torch.bfloat16, torch.float16)[n % 2], FAMILIES[n % 5], n, "hopper")
+    assert ops_paged.decide(call).forward.config.copy is not None
+    runs_alike(call)
+    assert bool(strobe.last_errors()) == bool(COPY_CASES[name].lost)
+
+
+LENGTHS, NEWS = (2100, 1, 700, 333, 0, 64), (700, 1, 16, 17, 0, 64)
 
 
 @pytest.mark.parametrize("left", [-1, 200])
@@ -66,16 +76,18 @@ def test_1_to_700_tokens(page_size, fp8, left):
     assert strobe.last_errors() == []
 
 
-def test_a_graph_replays_with_other_lengths_offsets_and_pages():
-    case = PagedCase("long", LENGTHS, 0, (8, 2), 128, page_size=16, news=NEWS)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_graph_replays_with_other_lengths_offsets_and_pages(fp8):
+    """Of 8-bit keys, those of other sequences are copied."""
+    case = PagedCase("long", LENGTHS, 0, (8, 2), 128, page_size=16, news=NEWS, fp8=fp8)
     first = case.build("cuda", torch.bfloat16, "normal", 1, "hopper")
-    other = replace(case, lengths=(90, 1500, 40, 1, 800, 17), news=(90, 300, 3, 1, 399, 5)).build(
+    other = replace(case, lengths=(90, 2100, 40, 1, 800, 17), news=(90, 520, 3, 1, 179, 5)).build(
         "cuda", torch.bfloat16, "normal", 2, "hopper"
     )
     assert [tensor.shape for tensor in first.tensors] == [tensor.shape for tensor in other.tensors]
     ops_paged.run(first)
     expected = [ops_paged.run(call) for call in (other, first)]
-    moved = ("q", "k", "v", "seqlens", "cu_seqlens_q", "page_table")
+    moved = ("q", "k", "v", "seqlens", "cu_seqlens_q", "page_table", *(("k_scale", "v_scale") if fp8 else ()))
     held = first._replace(**{name: getattr(first, name).clone() for name in moved})
     ops_paged.run(held)
     torch.cuda.synchronize()

@@ -124,6 +124,7 @@ class CacheTensors(NamedTuple):
     v: Any = None
     k_scale: Any = None  # [H_kv] float32
     v_scale: Any = None
+    first_pages: Any = None  # [B]: negative if a sequence has no copy of its keys (hopper.copied_keys)
 
 
 class Pointers(NamedTuple):

@@ -275,7 +275,7 @@ def cached_work_tile(tile_index, num_tiles, cu_seqlens, cache, launch, errors, t
     shape = launch.shape
     head = tile_index % shape.heads
     tile = (num_tiles - 1 - tile_index) // shape.heads
-    sequence, m_block = sequence_of_tile(cu_seqlens.q, tile, launch, traits)
+    sequence, m_block = sequence_of_tile(cu_seqlens.q, cache, tile, launch, traits)
     offset_q, seqlen_q = span_of(cu_seqlens.q, sequence, shape.batch, shape.seqlen_q)
     inside, index = (sequence > 0) & (sequence <= shape.batch), gl.minimum(gl.maximum(sequence - 1, 0), shape.batch - 1)
     _, num_keys = sequence_keys(cache.seqlens, cache.k_start, index, shape.seqlen_k, errors, traits)
@@ -288,34 +288,43 @@ def cached_work_tile(tile_index, num_tiles, cu_seqlens, cache, launch, errors, t
 
 
 @gluon.jit
-def row_tiles(cu_seqlens_q, sequence, launch, traits: gl.constexpr):
-    """Number of tiles of a head for each of 32 sequences; 0 for those of few tokens, which another launch runs."""
+def row_tiles(cu_seqlens_q, cache, sequence, launch, traits: gl.constexpr):
+    """Number of tiles of a head for each of 32 sequences; 0 for those that another launch runs: of few tokens, or with
+    a copy of their keys.
+    """
     n, total = launch.shape.batch, launch.shape.seqlen_q
     _, tokens = span_of(cu_seqlens_q, sequence, n, total)
-    is_left = (sequence > 0) & (sequence <= n) & (tokens <= launch.cache.few_tokens)
+    inside = (sequence > 0) & (sequence <= n)
+    is_left = inside & (tokens <= launch.cache.few_tokens)
+    if traits.copies_keys:
+        is_copied = gl.load(cache.first_pages + sequence - 1, mask=inside, other=-1) >= 0
+        if traits.in_copy:
+            is_left = ~is_copied
+        else:
+            is_left = is_left | is_copied
     return gl.where((sequence < n + 2) & ~is_left, gl.cdiv(tokens, traits.block_m), 0)
 
 
 @gluon.jit
-def count_cached_tiles(cu_seqlens_q, launch, traits: gl.constexpr):
+def count_cached_tiles(cu_seqlens_q, cache, launch, traits: gl.constexpr):
     """The number of tiles of all heads: a batch may have many sequences of few tokens, which take none."""
     lane = warp_lanes()
     tiles = lane * 0
     for begin in range(0, launch.shape.batch + 2, 32):
-        tiles += row_tiles(cu_seqlens_q, begin + lane, launch, traits)
+        tiles += row_tiles(cu_seqlens_q, cache, begin + lane, launch, traits)
     return gl.sum(tiles, 0) * launch.shape.heads
 
 
 @gluon.jit
-def sequence_of_tile(cu_seqlens_q, tile, launch, traits: gl.constexpr):
+def sequence_of_tile(cu_seqlens_q, cache, tile, launch, traits: gl.constexpr):
     """(sequence, block within it) of a tile, which exists."""
     lane = warp_lanes()
-    begin, tiles = tile * 0, row_tiles(cu_seqlens_q, lane, launch, traits)
+    begin, tiles = tile * 0, row_tiles(cu_seqlens_q, cache, lane, launch, traits)
     count = gl.sum(tiles, 0)
     while (tile >= count) & (begin <= launch.shape.batch):  # the next 32 sequences
         tile -= count
         begin += 32
-        tiles = row_tiles(cu_seqlens_q, begin + lane, launch, traits)
+        tiles = row_tiles(cu_seqlens_q, cache, begin + lane, launch, traits)
         count = gl.sum(tiles, 0)
     low, high = begin * 0, begin * 0 + 31
     for _ in range(5):

@@ -89,7 +89,7 @@ class Producer:
         if traits.packed:
             check_cu_seqlens(self.cu_seqlens, self.launch, self.workspace.errors)
         if traits.cached:
-            num_tiles = count_cached_tiles(self.cu_seqlens.q, self.launch, traits)
+            num_tiles = count_cached_tiles(self.cu_seqlens.q, self.cache, self.launch, traits)
         state = ProducerState.start(traits)
         scheduler = TileScheduler.start(counter, traits)
         redo = RedoRequest.none()

@@ -1,12 +1,14 @@
 """Arguments and launches of packed queries over a cache, from a Plan and a call.
 
 Few tokens a sequence: other_rows_kernel writes the rows of no sequence, then the decode runs. Otherwise the forward
-runs. If the plan has a decode, it runs the sequences of few tokens, and the forward skips these.
+runs. If the plan has a decode, it runs the sequences of few tokens, and the forward skips these. If the plan has a copy
+of 8-bit keys, copy_keys_kernel fills it, a forward over the copy runs the sequences in it, and the other skips these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -34,6 +36,8 @@ from ..runtime.launch_cache import CACHE, Replay, decode_addresses
 from ..runtime.tma_requirements import query_tiles
 from ..runtime.workspace import pieces_of, zeros_on
 from . import forward
+from .copied_keys import CopySizes, CopyTensors, copy_keys_kernel
+from .copy_config import KeyCopy
 from .decode_arguments import DecodeTensors
 from .decode_config import padded
 from .launch_decode import decode_launch, hooks_of, partials_of
@@ -43,34 +47,79 @@ from .traits import ROWS, ForwardTraits
 
 MOST_COLUMNS = 64  # of a box: those of a swizzle
 WORD = 4  # bytes
+COPIES_AN_SM = 16  # programs of 4 warps that copy keys
 
 
 def run_few(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
     moving, kinds, decode = _decode(plan, call, t, workspace)
     others = _start(plan, "others", moving, t, lambda: other_rows_launch(plan, decode()))
-    _insert(plan, call, t, workspace, _both(others, _start_decode(plan, moving, kinds, decode, t)))
+    _insert(plan, call, t, workspace, _in_turn([others, _start_decode(plan, moving, kinds, decode, t)]))
 
 
 def run_mixed(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
-    traits: ForwardTraits = plan.config.traits
+    config = plan.config
     if call.q.data_ptr() % ALIGNMENT:
         call, plan = call._replace(q=call.q.clone()), plan._replace(replays=False)
-    out = addressable(t.out, traits.pack_gqa > 1)
+    packs = [traits.pack_gqa > 1 for traits in config.forwards]
+    aligned = t._replace(out=addressable(t.out, any(packs)))
+    launches, first_pages = [], None
+    if config.copy is not None:
+        tensors = copy_tensors(call, workspace)
+        first_pages = tensors.first_pages
+        word = error_flags.word(call.q.device)
+        launches.append(
+            _start(plan, "copy", (call.q, *tensors, word), t, lambda: copy_launch(plan, call, tensors, word))
+        )
+        of_copy = plan._replace(problem=config.copy.problem, config=replace(config, traits=config.copy.forward))
+        launches.append(_start_forward(of_copy, over_copy(call, tensors), aligned, first_pages))
+    launches.append(_start_forward(plan, call, aligned, first_pages))
+    if aligned.out is not t.out:
+        t.out.copy_(aligned.out)
+    if config.decode is not None:
+        few = plan._replace(problem=of_few(plan.problem), config=config.decode)
+        moving, kinds, decode = _decode(few, call, t, workspace)
+        launches.append(_start_decode(few, moving, kinds, decode, t))
+    if plan.replays and aligned.out is t.out:
+        _insert(plan, call, t, workspace, _in_turn(launches))
+
+
+def _start_forward(plan: Plan, call: PagedCall, t: Forward, first_pages: Tensor | None) -> Replay | None:
+    """Launch the forward. Where keys are copied, first_pages says which sequences are."""
+    traits: ForwardTraits = plan.config.traits
     word = error_flags.word(call.q.device)
     counter = zeros_on(call.q.device, 1) if traits.counted else None
     hooks, read = hooks_of(plan, call)
-    moving = (*call.about, out, t.lse, word, counter, *read.tensors)
-    describe = partial(prefill_launch, plan, call, out, t.lse, counter, hooks)
-    launch = _start(plan, "forward", moving, t._replace(out=out), describe, read.kinds)
-    if out is not t.out:
-        t.out.copy_(out)
-    both: Replay | None = launch if counter is None or launch is None else launch.on_this_stream()
-    if plan.config.decode is not None:
-        few = plan._replace(problem=of_few(plan.problem), config=plan.config.decode)
-        moving, kinds, decode = _decode(few, call, t, workspace)
-        both = _both(both, _start_decode(few, moving, kinds, decode, t))
-    if plan.replays and out is t.out:
-        _insert(plan, call, t, workspace, both)
+    moving = (*call.about, t.out, t.lse, word, counter, first_pages, *read.tensors)
+    describe = partial(prefill_launch, plan, call, *t, counter, hooks, first_pages)
+    launch = _start(plan, "forward over a copy" if traits.in_copy else "forward", moving, t, describe, read.kinds)
+    return launch if counter is None or launch is None else launch.on_this_stream()
+
+
+def copy_tensors(call: PagedCall, workspace: dict[str, Tensor]) -> CopyTensors:
+    return CopyTensors(
+        call.k, call.v, call.page_table, call.seqlens, call.k_start, call.cu_seqlens_q, call.k_scale,
+        *[workspace[name] for name in CopyTensors._fields[-5:]],
+    )  # fmt: skip
+
+
+def over_copy(call: PagedCall, tensors: CopyTensors) -> PagedCall:
+    """The call with the copy for its cache."""
+    cache = {"page_table": tensors.copy_table, "seqlens": tensors.key_counts, "k_start": None}
+    return call._replace(k=tensors.k_copy, v=tensors.v_copy, **cache)
+
+
+def copy_launch(plan: Plan, call: PagedCall, tensors: CopyTensors, word: Tensor) -> Launch:
+    copy: KeyCopy = plan.config.copy
+    problem, layout = plan.problem, plan.problem.layout
+    max_pages, num_pages = (layout.max_pages, layout.n_pages) if problem.paged else (0, 0)
+    k_strides, v_strides = (PoolStrides(*strides_in(pool, 1)) for pool in (call.k, call.v))
+    sizes = CopySizes(
+        layout.batch, problem.total_q, problem.heads_kv, problem.capacity, max_pages, num_pages,
+        tensors.copy_table.shape[1], copy.least_tokens, copy.tiles, call.left, k_strides, v_strides,
+    )  # fmt: skip
+    units = 2 * problem.heads_kv
+    programs = units * min(copy.tiles, max(1, COPIES_AN_SM * plan.target.sm_count // units))
+    return Launch(copy_keys_kernel, programs, (tensors, sizes, word, copy.traits), {"num_warps": 4})
 
 
 def _decode(
@@ -107,11 +156,14 @@ def _insert(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor
         CACHE.insert_launch(plan, decode_addresses(call, *written), replay)
 
 
-def _both(first: Replay | None, second: Replay | None) -> Replay | None:
-    """A replay of two launches; None if one was not recorded. The first may run twice: launches leave counters at 0."""
-    if first is None or second is None:
+def _in_turn(launches: Sequence[Replay | None]) -> Replay | None:
+    """A replay of all launches; None if one was not recorded. All but the last may run twice: launches leave counters
+    at 0.
+    """
+    recorded = [launch for launch in launches if launch is not None]
+    if len(recorded) < len(launches):
         return None
-    return lambda: first() and second()
+    return recorded[0] if len(recorded) == 1 else lambda: all(launch() for launch in recorded)
 
 
 def other_rows_launch(plan: Plan, decode: Launch) -> Launch:
@@ -127,9 +179,10 @@ def other_rows_launch(plan: Plan, decode: Launch) -> Launch:
 
 
 def prefill_launch(
-    plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counter: Tensor | None, hooks: HookParams | None
-) -> Launch:
-    """The forward of the sequences that the plan's decode does not run."""
+    plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counter: Tensor | None, hooks: HookParams | None,
+    first_pages: Tensor | None,
+) -> Launch:  # fmt: skip
+    """The forward of the sequences that no other launch of the plan runs."""
     traits: ForwardTraits = plan.config.traits
     problem = plan.problem
     layout, heads = problem.layout, problem.heads_kv * traits.group
@@ -142,10 +195,11 @@ def prefill_launch(
     softmax = SoftmaxParams(*softmax_parameters(as_packed(problem)))
     if traits.score_mod is not None:
         softmax = SoftmaxParams(LOG2_E, softmax.softcap, softmax.scale_log2 / LOG2_E)
-    tensors = CacheTensors(call.page_table, call.seqlens, call.k_start)
+    scales = {"k_scale": call.k_scale, "v_scale": call.v_scale}
+    tensors = CacheTensors(call.page_table, call.seqlens, call.k_start, **scales, first_pages=first_pages)
     if traits.converts_keys:
-        cache = CacheParams(*pages, 0, 0, few_tokens, *[PoolStrides(*word_strides(t)) for t in (call.k, call.v)])
-        tensors = tensors._replace(k=call.k, v=call.v, k_scale=call.k_scale, v_scale=call.v_scale)
+        cache = CacheParams(*pages, 0, 0, few_tokens, *[PoolStrides(*strides_in(t, WORD)) for t in (call.k, call.v)])
+        tensors = tensors._replace(k=call.k, v=call.v)
     launch = LaunchParams(heads * tiles_m, shape, window, softmax, hooks, cache)
     word = error_flags.word(call.q.device)
     pointers = Pointers(lse, call.sinks, call.cu_seqlens_q, None, None, word, counter, tensors)
@@ -154,9 +208,9 @@ def prefill_launch(
     return Launch(forward.forward_kernel, programs, arguments, {"num_warps": 4, "maxnreg": traits.launch_registers})
 
 
-def word_strides(pool: Tensor) -> list[int]:
-    """Strides of an 8-bit cache's pages, rows and heads in words; 0 along dimensions of size 1."""
-    return [stride // WORD if size > 1 else 0 for size, stride in zip(pool.shape[:3], pool.stride())]
+def strides_in(pool: Tensor, unit: int) -> list[int]:
+    """Strides of an 8-bit cache's pages, rows and heads in units of some bytes; 0 along dimensions of size 1."""
+    return [stride // unit if size > 1 else 0 for size, stride in zip(pool.shape[:3], pool.stride())]
 
 
 def descriptors(call: PagedCall, out: Tensor, traits: ForwardTraits) -> tuple[TensorDescriptor | None, ...]:

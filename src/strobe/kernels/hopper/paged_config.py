@@ -11,6 +11,7 @@ from torch import Tensor
 from ...problem.paged import PagedCall, PagedProblem
 from ...problem.target import KIB, Target
 from ..protocol import Buffer, Forward, Plan
+from .copy_config import KeyCopy, key_copy
 from .decode_config import DecodeConfig, DecodeTraits, HopperDecode
 from .prefill_config import MOST_TOKENS, against_prefill, is_few, of_few, prefill_traits
 from .traits import ForwardTraits
@@ -26,11 +27,17 @@ class PagedTraits(DecodeTraits):
 @dataclass(frozen=True)
 class MixedConfig:
     """The forward for sequences of more than MOST_TOKENS new tokens, and the decode for the others. Without a decode,
-    the forward runs all.
+    the forward runs all. With a copy of 8-bit keys, another forward runs the sequences that are copied.
     """
 
     traits: ForwardTraits
     decode: DecodeConfig | None
+    copy: KeyCopy | None = None
+
+    @property
+    def forwards(self) -> tuple[ForwardTraits, ...]:
+        """Traits of each forward that is launched."""
+        return (self.traits,) if self.copy is None else (self.copy.forward, self.traits)
 
     def __str__(self) -> str:
         t = self.traits.tuning
@@ -39,7 +46,13 @@ class MixedConfig:
         keys = "8-bit keys converted" if self.traits.converts_keys else f"{self.traits.box_rows} keys a copy"
         boxes = f", {keys}, shared {self.traits.shared_bytes() / KIB:.0f} KiB"
         few = f"; up to {MOST_TOKENS} tokens: {self.decode}" if self.decode else ""
-        return tiles + boxes + few
+        copied = f"; {self.copy}" if self.copy else ""
+        return tiles + boxes + copied + few
+
+
+def mixed_config(problem: PagedProblem, target: Target, decode: DecodeConfig | None) -> MixedConfig:
+    copy = key_copy(problem, target)
+    return MixedConfig(prefill_traits(problem, target, None if copy is None else False), decode, copy)
 
 
 class HopperPaged(HopperDecode):
@@ -64,14 +77,15 @@ class HopperPaged(HopperDecode):
             decode = self.config(of_few(problem), target)
             # Decodes of unsplit keys are as fast in the forward, and in one launch they overlap with prefills.
             splits = problem.layout.batch > 1 and isinstance(decode, DecodeConfig) and decode.n_splits > 1
-            return MixedConfig(prefill_traits(problem, target), decode if splits else None)  # type: ignore[arg-type]
+            return mixed_config(problem, target, decode if splits else None)  # type: ignore[arg-type]
         config = super().config(problem, target)
         traits = PagedTraits(**{f.name: getattr(config.traits, f.name) for f in fields(config.traits) if f.init})
         return DecodeConfig(traits, config.n_splits, config.split_size)
 
     def workspace(self, problem: PagedProblem, config: DecodeConfig | MixedConfig) -> tuple[Buffer, ...]:  # type: ignore[override]
         decode = config.decode if isinstance(config, MixedConfig) else config
-        return () if decode is None else super().workspace(of_few(problem), decode)
+        copied = config.copy.buffers() if isinstance(config, MixedConfig) and config.copy else ()
+        return copied + (() if decode is None else super().workspace(of_few(problem), decode))
 
     def run(self, plan: Plan, call: PagedCall, tensors: Forward, workspace: dict[str, Tensor]) -> None:  # type: ignore[override]
         from .launch_paged import run_few, run_mixed

@@ -78,16 +78,19 @@ def as_packed(problem: PagedProblem) -> Problem:
     )
 
 
-def prefill_traits(problem: PagedProblem, target: Target) -> ForwardTraits:
+def prefill_traits(problem: PagedProblem, target: Target, in_copy: bool | None = None) -> ForwardTraits:
+    """in_copy: which sequences run, where the keys of some are copied (`CacheConstants`)."""
     like = as_packed(problem)
     widths = next(w for w in TUNINGS if w[0] >= problem.head_dim and w[1] >= problem.head_dim_v)
-    cache = CacheConstants(problem.page_size if problem.paged else 0, problem.k_start)
+    cache = CacheConstants(problem.page_size if problem.paged else 0, problem.k_start, False, *problem.scales)
     if problem.cache_dtype == FP8:
-        cache = CacheConstants(*cache[:2], True, *problem.scales, problem.head_dim, problem.head_dim_v)
+        cache = cache._replace(fp8=True, head_dim=problem.head_dim, head_dim_v=problem.head_dim_v)
     functions = ModFunctions() if problem.mods is None else mod_functions(problem.mods)
     early = widths in EARLY and keys_a_row(like) >= EARLY_KEYS and functions.mask_mod is None
     traits = forward_traits(like, target, _tuning(problem, widths), widths, early)
-    return replace(traits, cache=cache, score_mod=functions.score_mod, mask_mod=functions.mask_mod)
+    return replace(
+        traits, cache=cache._replace(in_copy=in_copy), score_mod=functions.score_mod, mask_mod=functions.mask_mod
+    )
 
 
 def _tuning(problem: PagedProblem, widths: tuple[int, int]) -> Tuning:

@@ -61,6 +61,8 @@ class CacheConstants(NamedTuple):
     v_scale: bool = False
     head_dim: int = 0  # of 8-bit keys
     head_dim_v: int = 0
+    # whether a launch runs the sequences whose keys have been copied, or the others; None: nothing is copied
+    in_copy: bool | None = None
 
 
 class ForwardTileConstants(TileConstants):
@@ -101,6 +103,18 @@ class ForwardTileConstants(TileConstants):
     @property
     def has_v_scale(self) -> bool:
         return self.cache is not None and self.cache.v_scale
+
+    @property
+    def copies_keys(self) -> bool:
+        """Whether 8-bit keys of some sequences have been copied to a cache in q's dtype, over which another launch
+        runs.
+        """
+        return self.cache is not None and self.cache.in_copy is not None
+
+    @property
+    def in_copy(self) -> bool:
+        """Whether this launch runs the sequences whose keys have been copied."""
+        return self.cache is not None and self.cache.in_copy is True
 
     @property
     def box_rows(self) -> int:
