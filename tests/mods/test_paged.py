@@ -57,6 +57,24 @@ def options_of(device: str = "cpu") -> dict:
     return {"score_mod": strobe.alibi(slopes.to(device)), "mask": mask, "softcap": 5.0}
 
 
+@pytest.mark.parametrize("through", ["paged", "decode"])
+def test_a_row_before_the_first_key_has_position_0(through):
+    """As in the kernels on GPUs: functions written in Triton may read at q_idx without a check."""
+    q, keys = _draw(1, 5, 4, 16, seed=0), 2
+    k, v = (_draw(1, 96, 2, 16, seed=n) for n in (1, 2))
+    cache = strobe.DenseCache(k, v, INT(keys))
+    moved = {"score_mod": lambda s, b, h, i, j: s + 0.5 * i * (j + 1), "causal": False}
+    if through == "paged":
+        out = strobe.attention_paged(q[0], cache, cu_seqlens_q=INT(0, 5), **moved)[None]
+    else:
+        out = strobe.attention_decode(q, cache, **moved)
+    position = (torch.arange(5) + keys - 5).clamp(min=0)
+    raw = torch.einsum("bihd,bjhd->bhij", q, k[:, :keys].repeat_interleave(2, 2)) / 4
+    weights = (raw + 0.5 * position[:, None] * (torch.arange(keys) + 1)).softmax(-1)
+    exact = torch.einsum("bhij,bjhd->bihd", weights, v[:, :keys].repeat_interleave(2, 2))
+    torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("window", [None, (20, 0)], ids=["causal", "window"])
 def test_a_sequence_in_a_batch_equals_the_sequence_alone(window, paged):

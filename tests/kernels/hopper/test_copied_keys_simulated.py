@@ -33,6 +33,7 @@ FAST = ("pages lost", "window, pages lost", "rows left padded, window", "37 sequ
 @pytest.fixture(name="from_17_tokens", autouse=True)
 def _from_17_tokens(monkeypatch):
     monkeypatch.setattr(copy_config, "LEAST_ROWS", 17)
+    monkeypatch.setattr(copy_config, "LEAST_KEYS", 0)
 
 
 def simulated(call: PagedCall, schedule: tuple[str, int]) -> tuple[torch.Tensor, torch.Tensor]:

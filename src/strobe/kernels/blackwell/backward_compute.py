@@ -77,8 +77,8 @@ class AttentionMask:
             first = gl.where(key < seqlen.prefix, 0, key - shift)
             whole_from = gl.where(last_key < seqlen.prefix, 0, last_key - shift)
         if traits.mask.right:
-            behind_right = key - shift - window.right
-            first = gl.maximum(first, behind_right) if traits.mask.prefix else behind_right
+            beyond_right = key - shift - window.right
+            first = gl.maximum(first, beyond_right) if traits.mask.prefix else beyond_right
             whole_from = gl.maximum(whole_from, last_key - shift - window.right)
         if traits.mask.left:
             stop = gl.minimum(stop, key - shift + window.left + 1)
@@ -121,7 +121,7 @@ class ComputeState:
         return ComputeState(self.dkv, self.q.advance(), self.do.advance(), self.step.advance())
 
     @gluon.jit
-    def behind_tile(self):
+    def after_tile(self):
         return ComputeState(self.dkv.advance(), self.q, self.do, self.step)
 
 
@@ -175,11 +175,11 @@ class ComputeWarps:
         if steps > 0:
             self.pipes.dkv.consumer_wait(state.dkv)
             self.store_gradients(work)
-            state = state.behind_tile()
+            state = state.after_tile()
         else:
             if traits.pair and traits.key_ranges:  # the load warp has acquired the memory of K and V
                 self.pipes.acquire_kv(state.dkv)
-                state = state.behind_tile()
+                state = state.after_tile()
             self.store_zeros(work)
         return state
 

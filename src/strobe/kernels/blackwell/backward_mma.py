@@ -34,7 +34,7 @@ class MmaState:
         return MmaState(self.kv, self.q.advance(), self.do.advance(), self.step.advance())
 
     @gluon.jit
-    def behind_tile(self):
+    def after_tile(self):
         return MmaState(self.kv.advance(), self.q, self.do, self.step)
 
 
@@ -71,7 +71,7 @@ class MmaWarp:
         else:
             state = self.mainloop(steps, state)
         tcgen05_commit(self.pipes.dkv.full.index(0))
-        return state.behind_tile()
+        return state.after_tile()
 
     @gluon.jit
     def mainloop(self, steps, state):

@@ -236,7 +236,7 @@ def range_tile(place, row, ranges, launch, traits: gl.constexpr):
     num_m_blocks = gl.where(num_keys > found.start, gl.maximum(gl.cdiv(m_stop, traits.block_m) - m_begin, 0), 0)
     rows = None
     if traits.mask.documents:
-        # there are no rows behind S_q
+        # there are no rows after S_q
         whole = gl.where(q_stop == seqlen_q, m_begin + num_m_blocks, q_stop // traits.block_m)
         pure_begin = gl.cdiv(q_start, traits.block_m) - m_begin
         pure_stop = gl.where(document == PURE, whole - m_begin, 0)

@@ -50,7 +50,7 @@ class LoadWarp:
             if traits.has_block_lists and not traits.packed:
                 shape = self.launch.shape
                 exists = scheduler.tile_index < shape.batch * shape.heads * shape.num_m_blocks
-            # the end is published here, too: behind the loop, that kept a lane's index in a register of all roles
+            # the end is published here, too: after the loop, that kept a lane's index in a register of all roles
             if exists | (scheduler.tile_index >= num_tiles):
                 state = self.load_work_tile(work.or_end(more), state)
             scheduler = upcoming
@@ -64,7 +64,7 @@ class LoadWarp:
             batch, shape.heads, shape.seqlen_q, shape.seqlen_k, shape.num_m_blocks, shape.l2_heads, 0, 0, 0
         )
         launch = LaunchParams(launch.num_tiles, shape, opaque_window(launch.window), launch.softmax, launch.hooks)
-        if self.traits.has_block_lists and not self.traits.packed:  # no list of a tile behind the last, an end, is read
+        if self.traits.has_block_lists and not self.traits.packed:  # no list of a tile after the last, an end, is read
             last = batch * shape.heads * shape.num_m_blocks - 1
             scheduler = TileScheduler(scheduler.turn, gl.minimum(scheduler.tile_index, last), scheduler.row)
         return scheduler.get_current_work(self.cu_seqlens, None, launch, self.workspace.errors, self.traits)
@@ -97,7 +97,7 @@ class LoadWarp:
 
     @gluon.jit
     def load_kv(self, desc, state, rows, n_block):
-        """One block of K or V into the next stage. Returns the state behind it."""
+        """One block of K or V into the next stage. Returns the state after it."""
         self.pipes.kv.producer_acquire(state)
         self.pipes.kv.producer_load(state, desc, rows, n_block * self.traits.block_n, self.traits)
         return state.advance()

@@ -50,7 +50,7 @@ class ModifiedBlock(NamedTuple):
         inputs = {
             "b": entries.view(-1, 1, 1, 1, 1),
             "h": heads,
-            "q": _at(block.index(piece), piece.origin[0], count)[:, None],
+            "q": _at(block.index(piece), piece.origin[0], count).clamp(min=0)[:, None],  # as on GPUs: before key 0
             "diagonal": torch.tensor(piece.diagonal, dtype=torch.int32),
         }
         shape = entries.shape[0], chunk.heads.stop - chunk.heads.start, chunk.group, count

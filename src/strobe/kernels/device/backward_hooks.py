@@ -6,7 +6,7 @@
 
 `device.forward_hooks` says what they mean. Scores are transposed here, [keys, queries], so q_idx is [1, queries] and
 kv_idx [keys, 1]. h and b are scalars. score is the score before score_mod, in natural units, and dscore the gradient of
-the score behind it: 0 where the query does not see the key.
+the score after it: 0 where the query does not see the key.
 
 The backward computes each score once, so score_mod_bwd meets each element of a visited tile once. It may add to
 gradients of what it reads, by atomics. With documents, a tile of queries is visited once for each document in it; rows

@@ -1,7 +1,7 @@
 """Keys and values in a cache, as the producer of a forward loads them: pages of a pool, or rows of a dense cache.
 
 A tile of block_n keys consists of boxes: one for each page in it, or one if a page holds the whole tile. TMA copies a
-box of `box_rows` rows and zeroes those behind the sequence's last key. With a left bound it also zeroes those before
+box of `box_rows` rows and zeroes those after the sequence's last key. With a left bound it also zeroes those before
 the first key that a query of the sequence sees, unless the box also holds the last key. Rows of free pages therefore
 reach no product.
 

@@ -16,7 +16,7 @@ FINITE = tl.constexpr(_FINITE)
 
 @triton.jit
 def add_exactly(sums, step, x):
-    """Add x to the sums whose first slots are at the pointers `sums`; a slot is `step` integers behind the one before.
+    """Add x to the sums whose first slots are at the pointers `sums`; a slot is `step` integers after the one before.
 
     x = m 2^(p - 149) with an integer m of 24 bits. m shifted left by p mod 31 lies in slots p / 31 and p / 31 + 1: the
     low 31 bits and the high 23. All of it but the additions is arithmetic of 32 bits.

@@ -87,7 +87,7 @@ class BlockInfo:
 
     @gluon.jit
     def blocks_after(self, own):
-        """Number of blocks of this tile behind the last one of `own`, which only other consumers' rows see."""
+        """Number of blocks of this tile after the last one of `own`, which only other consumers' rows see."""
         return self.n_block_min + self.count - own.n_block_min - own.count
 
     @gluon.jit
@@ -139,9 +139,9 @@ class BlockList:
     def n_block(self, i, traits: gl.constexpr):
         listed = i // traits.blocks_per_listed
         if traits.has_full_blocks:
-            behind = (i - self.num_partial) // traits.blocks_per_listed
+            after = (i - self.num_partial) // traits.blocks_per_listed
             n_block = gl.load(self.kv_indices + listed, mask=i < self.num_partial, other=0)
-            n_block += gl.load(self.full_kv_indices + behind, mask=i >= self.num_partial, other=0)
+            n_block += gl.load(self.full_kv_indices + after, mask=i >= self.num_partial, other=0)
         else:
             n_block = gl.load(self.kv_indices + listed)
         return n_block * traits.blocks_per_listed + i % traits.blocks_per_listed

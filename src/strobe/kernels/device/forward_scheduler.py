@@ -193,7 +193,7 @@ class TileScheduler:
         return TileScheduler(self.turn + 1, tile_index, self.row)
 
     @gluon.jit
-    def advance_behind(self, work, num_tiles, counter, traits: gl.constexpr):
+    def advance_after(self, work, num_tiles, counter, traits: gl.constexpr):
         """Key ranges: the next tile of the same index if there is one."""
         scheduler = TileScheduler(self.turn, self.tile_index, work.next_row)
         if work.next_row == 0:
@@ -329,8 +329,8 @@ def sequence_of_tile(cu_seqlens_q, cache, tile, launch, traits: gl.constexpr):
     low, high = begin * 0, begin * 0 + 31
     for _ in range(5):
         middle = (low + high) // 2
-        is_behind = gl.sum(gl.where(lane <= middle, tiles, 0), 0) <= tile
-        low, high = gl.where(is_behind, middle + 1, low), gl.where(is_behind, high, middle)
+        is_after = gl.sum(gl.where(lane <= middle, tiles, 0), 0) <= tile
+        low, high = gl.where(is_after, middle + 1, low), gl.where(is_after, high, middle)
     return begin + low, tile - gl.sum(gl.where(lane < low, tiles, 0), 0)
 
 

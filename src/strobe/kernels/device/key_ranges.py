@@ -59,7 +59,7 @@ def tile_at(exists, entry, index, row, side: gl.constexpr, ranges, sizes, block:
 
 @gluon.jit
 def tile_from(position, rows_stop, exists, entry, side: gl.constexpr, ranges, sizes, block: gl.constexpr):
-    """(start, stop) of the first tile at or behind `position` in the run that has this row, where the run ends, and the
+    """(start, stop) of the first tile at or after `position` in the run that has this row, where the run ends, and the
     other side's (first row of the document, one past the last, end of its first run).
 
     Two loads depend on each other, so tiles of short runs wait for both.

@@ -117,7 +117,7 @@ def pooled(kinds: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def listed(kinds: Tensor) -> tuple[Tensor, ...]:
-    """Counts and numbers of each row's partial blocks, then of its full ones, int32. Numbers behind a count are of
+    """Counts and numbers of each row's partial blocks, then of its full ones, int32. Numbers after a count are of
     other blocks.
 
     >>> [part.tolist() for part in listed(torch.tensor([[0, 1, 2, 1]]))]

@@ -45,7 +45,7 @@ A program's next keys and queries are loaded while its gradients leave: a tile o
 
 A consumer holds everything transposed, keys in rows. P and dS may then be left operands in registers, and what a query
 has (LSE, delta) is one value a column. A query that sees no key, or is none, has LSE +inf: its P is 0. TMA reads zeros
-behind the last row and column and writes nothing there. dK and dV of grouped heads are summed in registers.
+after the last row and column and writes nothing there. dK and dV of grouped heads are summed in registers.
 
 To add a feature: scores -> device.backward_hooks.ScoreMods; their gradient -> backward_mainloop.score_gradient; which
 keys a query sees -> backward_mainloop.AttentionMask; which tiles of queries a tile of keys visits ->
@@ -126,7 +126,7 @@ class ConsumerState:
 
 @record
 class MainloopResult:
-    """dK and dV of a work tile (None where the other consumer has it), and the state behind its mainloop."""
+    """dK and dV of a work tile (None where the other consumer has it), and the state after its mainloop."""
 
     dk: Value
     dv: Value
@@ -154,7 +154,7 @@ class Consumer:
 
     @gluon.jit
     def process_tile(self, state):
-        """All tiles of queries of a work tile, and its gradients. Returns the state behind it."""
+        """All tiles of queries of a work tile, and its gradients. Returns the state after it."""
         traits: gl.constexpr = self.traits
         pipes, work_phase = self.pipes, state.work(traits).phase
         row: gl.constexpr = ROWS * self.index if traits.split_by_keys else 0

@@ -91,7 +91,7 @@ class KvPipeline:
 
     @gluon.jit
     def v_index(self, index, traits: gl.constexpr):
-        """Where V of a stage is: in a buffer of its own, or behind K where float32 sums take the place of both."""
+        """Where V of a stage is: in a buffer of its own, or after K where float32 sums take the place of both."""
         if traits.sums_dkv:
             return 1
         else:
@@ -265,8 +265,8 @@ class AttentionMask:
                 if traits.mask.prefix:
                     first = gl.where(key < self.prefix, 0, key - self.diagonal)
                 if traits.mask.right:
-                    behind_right = key - (self.diagonal + right)
-                    first = gl.maximum(first, behind_right) if traits.mask.prefix else behind_right
+                    beyond_right = key - (self.diagonal + right)
+                    first = gl.maximum(first, beyond_right) if traits.mask.prefix else beyond_right
                 if not traits.even:
                     first = gl.where(key < self.num_keys, first, BLOCK_M)
                 x = gl.where(first[:, None] - by_thread <= by_register, x, masked)
@@ -310,7 +310,7 @@ def softmax_p(s, lse, mask, mods, m_block, row: gl.constexpr, softmax, traits: g
         x = s * softmax.scale_log2 - lse_log2[None, :]
     if traits.mask_mod is not None:
         x = mods.mask(x, traits)
-    # ptxas moves nothing over the branch in `apply_mask`. In front of the exponentials it left all of them behind the
+    # ptxas moves nothing over the branch in `apply_mask`. In front of the exponentials it left all of them after the
     # wait for dP. Behind them they run under dP's product: d64 causal 1.03, d192 1.02 of the speed, d128 0.98 (H200)
     if traits.masks and not traits.masks_p:
         x = mask.apply_mask(x, float("-inf"), traits)

@@ -1,5 +1,5 @@
 """What runs around the Hopper backward's main kernel: statistics of rows and zeros before it, conversion of float32
-sums behind it.
+sums after it.
 
     rows_kernel        dO, O, LSE --> delta; LSE and -delta in whole tiles; zeroes counters, semaphores, dQ's sum
     backward_kernel

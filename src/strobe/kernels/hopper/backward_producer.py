@@ -101,12 +101,12 @@ class Producer:
             work = scheduler.get_current_work(self.cu_seqlens, self.ranges, self.launch, traits)
             if work.is_valid:
                 state = self.load_work_tile(work, state)
-            scheduler = scheduler.advance_behind(work, self.tile_counter, traits)
+            scheduler = scheduler.advance_after(work, self.tile_counter, traits)
         self.pipes.work.publish_end(state.work, scheduler.tile_index)
 
     @gluon.jit
     def load_work_tile(self, work, state):
-        """Publish a tile of keys; load its K and V and, step by step, its tiles of queries. Returns the state behind
+        """Publish a tile of keys; load its K and V and, step by step, its tiles of queries. Returns the state after
         it.
         """
         traits: gl.constexpr = self.traits
@@ -141,7 +141,7 @@ class Producer:
 
     @gluon.jit
     def load_m_block(self, work, rows, step, state):
-        """Q with LSE and dO with delta of a step. Returns the state behind it."""
+        """Q with LSE and dO with delta of a step. Returns the state after it."""
         traits: gl.constexpr = self.traits
         pipes = self.pipes
         queries = work.query_tile(step, self.launch.shape, traits)

@@ -208,7 +208,7 @@ class WorkTile:
 
     @gluon.jit
     def whole_m_blocks(self, window, traits: gl.constexpr):
-        """Of the m_blocks of a head, how many see no keys behind this tile's, from the first on: their dQ is whole with
+        """Of the m_blocks of a head, how many see no keys after this tile's, from the first on: their dQ is whole with
         its part. The tile must have the first keys, or (dq_last_writer_converts) add what earlier tiles have summed.
         """
         seqlen = self.seqlen
@@ -239,7 +239,7 @@ class TileScheduler:
         return TileScheduler(tile_index, tile_index * 0 if traits.key_ranges else None)
 
     @gluon.jit
-    def advance_behind(self, work, counter, traits: gl.constexpr):
+    def advance_after(self, work, counter, traits: gl.constexpr):
         """The next tile; with key ranges of the same index if there is one."""
         if traits.key_ranges:
             tile_index = self.tile_index
@@ -377,7 +377,7 @@ def range_work_tile(tile_index, row, ranges, launch, traits: gl.constexpr):
     m_stop = gl.minimum(stop_row(num_keys - 1, seqlen_q, bounds, traits), q_stop)
     m_blocks = gl.where(num_keys > found.start, gl.maximum(gl.cdiv(m_stop, traits.block_m) - m_begin, 0), 0)
     first_m_tile = batch * shape.heads * shape.num_m_blocks
-    whole = gl.where(q_stop == seqlen_q, m_begin + m_blocks, q_stop // traits.block_m)  # there are no rows behind S_q
+    whole = gl.where(q_stop == seqlen_q, m_begin + m_blocks, q_stop // traits.block_m)  # there are no rows after S_q
     pure_begin = gl.cdiv(q_start, traits.block_m) - m_begin
     pure_stop = gl.where(document == PURE, whole - m_begin, 0)
     rows = DocumentRows(q_start, q_stop, pure_begin, pure_stop, document)

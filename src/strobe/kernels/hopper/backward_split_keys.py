@@ -101,7 +101,7 @@ class SplitKeysConsumer:
 
     @gluon.jit
     def mainloop(self, blocks, grads, q_state, ds_state):
-        """All tiles of queries. Returns the state behind them."""
+        """All tiles of queries. Returns the state after them."""
         traits: gl.constexpr = self.traits
         HEADS: gl.constexpr = traits.heads_per_program
         state = SplitKeysState(grads, q_state, ds_state)
@@ -153,11 +153,11 @@ class SplitKeysConsumer:
 
     @gluon.jit
     def step(self, step, grads):
-        """One tile of queries. Returns dK and dV behind it.
+        """One tile of queries. Returns dK and dV after it.
 
         dS has two stages: who has received the other's dS of a step has finished dQ of the step before, so that the
         stage of the step before is free. With dq_deferred a barrier says when the other has multiplied it. The first
-        step of a work tile multiplies what it finds, and hands nothing over; `last_dq` comes behind the last step.
+        step of a work tile multiplies what it finds, and hands nothing over; `last_dq` comes after the last step.
         """
         traits: gl.constexpr = self.traits
         QK_PRODUCTS: gl.constexpr = traits.qk_products
@@ -252,7 +252,7 @@ class SplitKeysConsumer:
 
     @gluon.jit
     def p_and_ds(self, s, dp, pending: gl.constexpr, lse, step, row: gl.constexpr, dtype: gl.constexpr):
-        """(P, dS) of S and dP in flight, behind which `pending` products have been issued. P stays float32: as an
+        """(P, dS) of S and dP in flight, after which `pending` products have been issued. P stays float32: as an
         operand beside P it would spill.
         """
         DOV_PRODUCTS: gl.constexpr = self.traits.dov_products

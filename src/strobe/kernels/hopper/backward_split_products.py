@@ -84,7 +84,7 @@ class SoftmaxConsumer:
 
     @gluon.jit
     def mainloop(self, blocks, dv, q_state, do_state):
-        """All tiles of queries. Returns the state behind them."""
+        """All tiles of queries. Returns the state after them."""
         traits: gl.constexpr = self.traits
         HEADS: gl.constexpr = traits.heads_per_program
         state = DvState(dv, q_state, do_state)
@@ -106,7 +106,7 @@ class SoftmaxConsumer:
 
     @gluon.jit
     def softmax_step(self, m_block, mods, dv, q_state, do_state):
-        """One tile of queries. Returns dV. Where dO has one stage, it is waited for behind the softmax."""
+        """One tile of queries. Returns dV. Where dO has one stage, it is waited for after the softmax."""
         traits: gl.constexpr = self.traits
         DOV_PRODUCTS: gl.constexpr = traits.dov_products
         pipes, softmax = self.pipes, self.launch.softmax
@@ -149,7 +149,7 @@ class SoftmaxConsumer:
 
     @gluon.jit
     def softmax_step_of_two_tiles(self, m_block, mods, dv, q_state, do_state):
-        """128 keys. dP of the second tile has delta subtracted behind its product: to begin at it, it would
+        """128 keys. dP of the second tile has delta subtracted after its product: to begin at it, it would
         have to be issued while no other is in flight (backward_mainloop.accumulator_from). Addresses are computed in
         front of each product: else they spill.
         """
@@ -159,7 +159,7 @@ class SoftmaxConsumer:
         dtype: gl.constexpr = pipes.do.tiles.main.dtype
         pipes.do.consumer_wait(do_state)
         dp = minus_delta_of(pipes.do.stat(do_state.index))
-        k = rows_of(keys.k(traits), 0)  # in front of the wait: behind it, ptxas schedules the step otherwise
+        k = rows_of(keys.k(traits), 0)  # before the wait: after it, ptxas schedules the step otherwise
         pipes.q.consumer_wait(q_state)
         # S = Q K^T, dP = dO V^T
         s = qk_product(k, rows_at(pipes.q.tiles, q_state.index))
@@ -208,7 +208,7 @@ class ProductsConsumer:
 
     @gluon.jit
     def mainloop(self, blocks, dk, q_state, ds_state):
-        """All tiles of queries. Returns the state behind them."""
+        """All tiles of queries. Returns the state after them."""
         HEADS: gl.constexpr = self.traits.heads_per_program
         state = DkState(dk, q_state, ds_state)
         for _ in range(HEADS * blocks.num_m_blocks):

@@ -55,7 +55,7 @@ ROWS: gl.constexpr = gl.constexpr(_ROWS)
 
 @record
 class DqPipeline:
-    """Slots through which dQ leaves, and behind a work tile's steps dV and dK (`traits.DqLayout`).
+    """Slots through which dQ leaves, and after a work tile's steps dV and dK (`traits.DqLayout`).
 
     full[i]: a part or unit of dQ, or rows of dV or dK, stand in the slot. empty[i]: they have been read.
     dq_last_writer_converts: the store warp gives a slot when it knows what comes into it, if need be with the sum of
@@ -329,7 +329,7 @@ class StoreWarp:
 
     @gluon.jit
     def process_tile(self, state):
-        """dQ of a work tile's steps, then dV and dK. Returns the state behind it."""
+        """dQ of a work tile's steps, then dV and dK. Returns the state after it."""
         traits: gl.constexpr = self.traits
         work = self.pipes.work.receive(self.launch, traits)
         whole = work.num_keys_written
@@ -357,7 +357,7 @@ class StoreWarp:
 
     @gluon.jit
     def store_dq(self, work, step, whole, state):
-        """A step's dQ by one of the ways of this file's table. Returns the state behind it.
+        """A step's dQ by one of the ways of this file's table. Returns the state after it.
 
         dq_last_writer_converts: the slot is given when it is known what comes into it. Where dQ is whole but for what
         others have added, that is loaded into it first. That this warp's own add stands in memory is counted once the
@@ -409,7 +409,7 @@ class StoreWarp:
 
     @gluon.jit
     def add_dq(self, work, queries, state):
-        """Add a tile of dQ to its sum, or store it there if it is the first. Returns the state behind it."""
+        """Add a tile of dQ to its sum, or store it there if it is the first. Returns the state after it."""
         traits: gl.constexpr = self.traits
         dq = self.pipes.dq
         is_first = False
@@ -468,7 +468,7 @@ class StoreWarp:
         """Wait for this work tile's turn at the tile of dQ that begins at m_start. Returns whether it is the first to
         add: then it stores instead.
 
-        Deterministic: its turn comes once all work tiles behind it have added, or in reversed sections all before it.
+        Deterministic: its turn comes once all work tiles after it have added, or in reversed sections all before it.
         Otherwise it comes once the first has stored. The first is the last that a row of the tile sees if
         deterministic, but in reversed sections, and otherwise the first: programs have taken that sooner.
         """
@@ -542,7 +542,7 @@ class StoreWarp:
 
     @gluon.jit
     def store_gradients(self, work, dk_rows, dv_rows, tiles_before, state):
-        """dV and dK of a work tile. Returns the dq pipeline's state behind them."""
+        """dV and dK of a work tile. Returns the dq pipeline's state after them."""
         traits: gl.constexpr = self.traits
         maps, n_start, dq_state = self.maps, work.n_start, state.dq
         if traits.two_key_tiles:

@@ -18,11 +18,12 @@ from ..runtime.compile_cache import Constants
 from .prefill_config import LEAST_PAGE, MOST_TOKENS, against_prefill, prefill_traits
 from .traits import ForwardTraits
 
-# A copy of 8-bit keys in q's dtype (copied_keys). To copy a key takes 0.2 ns of an H200 a head, and to convert it in
-# each work tile takes 0.2 ns for 900 rows: so sequences of more rows for each key head are copied.
 COPIED_TILE = 64  # keys
+# Sequences with at least so many rows for each key head are copied. To copy a key takes 0.2 ns a head; to convert it in
+# each work tile takes as long for 900 rows (H200).
 LEAST_ROWS = 2048
-MOST_COPIED = 512 * KIB * KIB  # of the copy
+LEAST_KEYS = 2048  # that a sequence may have; two launches more take 6 us, a third of a prefill of 512 tokens
+MOST_COPIED = 512 * KIB * KIB  # bytes of the copy
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def key_copy(problem: PagedProblem, target: Target) -> KeyCopy | None:
     page = problem.page_size if problem.paged else 0
     least_tokens = max(-(-LEAST_ROWS // problem.group), MOST_TOKENS + 1)
     most_copied = problem.total_q // least_tokens  # sequences
-    if problem.cache_dtype != FP8 or problem.layout.seqlen_q < least_tokens or not (page == 0 or _divides(page)):
+    is_long = problem.layout.seqlen_q >= least_tokens and problem.capacity >= LEAST_KEYS
+    if problem.cache_dtype != FP8 or not is_long or not (page == 0 or _divides(page)):
         return None
     page_copy = min(page or COPIED_TILE, COPIED_TILE)
     tiles_each = -(-problem.capacity // COPIED_TILE)

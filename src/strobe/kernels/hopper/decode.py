@@ -313,7 +313,7 @@ def decode_split(call, allocate_smem: gl.constexpr, attend: gl.constexpr, traits
         smem = allocate_smem(tensors.k.dtype.element_ty, traits)
         keys = KeyRange(start, stop)
         later_pages = start_copies(smem, cache, pages, keys, traits)
-        q = load_queries(q_rows, call.strides.q, rows, traits)  # behind the copies, none of which waits for them
+        q = load_queries(q_rows, call.strides.q, rows, traits)  # after the copies, none of which waits for them
         k_scale, v_scale = load_scales(call.scales, tile.head, traits)
         softmax = store_queries(smem.q, q, k_scale, call.softmax, traits)
         queries = MaskedQueries(rows, num_keys, window)

@@ -6,7 +6,7 @@
 `device.forward_hooks` says what they mean. Scores are transposed here, [keys, rows], and the rows of a tile are tokens,
 each with the query heads of a key head. So h and q_idx are [1, rows], and kv_idx is [keys, 1]. b is the sequence, a
 scalar. q_idx is the position of a token among the keys of its sequence, whose last token has the last position; 0 for a
-token before the first key. Rows that are no query, and keys behind the last one, have positions, too: loads by them are
+token before the first key. Rows that are no query, and keys after the last one, have positions, too: loads by them are
 clamped.
 
 mask_mod reads no score, so it runs while the product S^T = K Q^T does. score_mod runs after the softcap.

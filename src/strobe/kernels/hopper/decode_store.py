@@ -61,7 +61,7 @@ def lse_offsets(tile, head_q, traits: gl.constexpr):
 
 @gluon.jit
 def partial_lse(partials, traits: gl.constexpr):
-    """The log-sum-exps: they lie behind O of all programs."""
+    """The log-sum-exps: they lie after O of all programs."""
     return partials.o + gl.num_programs(0).to(gl.int64) * (traits.partial_rows * traits.block_dv)
 
 

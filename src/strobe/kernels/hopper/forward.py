@@ -128,7 +128,7 @@ class Consumer:
 
     @gluon.jit
     def process_tile(self, state):
-        """Write O and LSE of this consumer's rows of a work tile. Returns the state behind it."""
+        """Write O and LSE of this consumer's rows of a work tile. Returns the state after it."""
         traits: gl.constexpr = self.traits
         pipes, window, kv = self.pipes, self.launch.window, state.kv
         heads_q = self.launch.shape.heads * traits.pack_gqa
@@ -302,7 +302,7 @@ class Consumer:
     @gluon.jit
     def epilogue(self, result, heads_q, work_state):
         """Write O = O / row_sum and LSE = ln 2 row_max + ln row_sum. The work tile is released before O leaves. Returns
-        the state behind it.
+        the state after it.
         """
         traits: gl.constexpr = self.traits
         work_pipe, outputs = self.pipes.work, self.outputs

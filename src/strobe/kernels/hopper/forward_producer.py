@@ -110,7 +110,7 @@ class Producer:
                     state = self.load_work_tile(work, redo, state)
             if traits.key_ranges:
                 if redo.pending == 0:
-                    scheduler = scheduler.advance_behind(work, num_tiles, counter, traits)
+                    scheduler = scheduler.advance_after(work, num_tiles, counter, traits)
             else:
                 scheduler = upcoming
             if traits.can_redo:
@@ -139,7 +139,7 @@ class Producer:
 
     @gluon.jit
     def load_work_tile(self, work, redo, state):
-        """Publish a tile and load its Q, K and V, K one block ahead of V. Returns the state behind it."""
+        """Publish a tile and load its Q, K and V, K one block ahead of V. Returns the state after it."""
         traits: gl.constexpr = self.traits
         CONSUMERS: gl.constexpr = traits.consumers
         maps, pipes, shape = self.maps, self.pipes, self.launch.shape
@@ -255,13 +255,13 @@ class Producer:
             pages = row_pages(keys, self.n_start_or_none(blocks, ahead + 1), traits)
             box_pages = keys.pages(self.n_start_or_none(blocks, i + 1), traits)
             k, v, staging = k.advance(), v.advance(), staging.advance()
-        cp_async_wait(0)  # zeros behind the tile's last block, before the next tile's words take their place
+        cp_async_wait(0)  # zeros after the tile's last block, before the next tile's words take their place
         return ProducerState(k, v, state.q.advance(), state.work.advance(), staging)
 
     @gluon.jit
     def convert_staged(self, k, v, staging, keys_k, keys_v, box_pages):
         """Fill a stage of K and one of V from a staging buffer, which then is empty. K is committed before V's stage is
-        free: a consumer that skips blocks holds V of the first block until it has K of the block behind them.
+        free: a consumer that skips blocks holds V of the first block until it has K of the block after them.
         """
         pipes = self.pipes
         cp_async_wait(STAGING_STAGES - 1)
@@ -313,7 +313,7 @@ class Producer:
 
     @gluon.jit
     def n_start_or_none(self, blocks, i):
-        """The first key of the tile's block i; behind its last block, a tile before the sequence."""
+        """The first key of the tile's block i; after its last block, a tile before the sequence."""
         block_n = self.traits.block_n
         return gl.where(i < blocks.count, blocks.n_block(i, self.traits) * block_n, -block_n)
 

@@ -94,7 +94,7 @@ def needs_row_max(block, mask, redo, traits: gl.constexpr):
     in a tile that is redone.
 
     A window's tile begins at the diagonal, where a row may see one key. One key's score is a poor maximum, which most
-    rows then outgrow, so the block behind the diagonal looks for maxima too. Steps that look come before those that do
+    rows then outgrow, so the block after the diagonal looks for maxima too. Steps that look come before those that do
     not: a row without a maximum then has none at the end, either.
     """
     needed: gl.constexpr = True
@@ -105,8 +105,8 @@ def needs_row_max(block, mask, redo, traits: gl.constexpr):
             needed = redo >= 0  # a row may meet its first key anywhere
         else:
             stop = mask.fewest_keys_stop(traits)
-            behind: gl.constexpr = 1 if traits.first_block_first else 2
-            needed = (redo > 0) | (block.n_start + behind * traits.block_n >= stop)
+            after: gl.constexpr = 1 if traits.first_block_first else 2
+            needed = (redo > 0) | (block.n_start + after * traits.block_n >= stop)
             if traits.mask.documents:
                 needed = needed | (mask.document != PURE)  # so it may here
     return needed

@@ -123,7 +123,7 @@ class ForwardTraits(Constants, ForwardTileConstants, HookConstants):
 
     @property
     def softmax_before_pv_wait(self) -> bool:
-        """Whether the wait for P V is kept behind the softmax; with optimistic softmax, whose branch does that, it need
+        """Whether the wait for P V is kept after the softmax; with optimistic softmax, whose branch does that, it need
         not be.
         """
         return self.tuning.softmax_overlaps_pv and not self.early
