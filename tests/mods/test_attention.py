@@ -280,6 +280,19 @@ def test_out_is_written_in_place():
     assert torch.equal(packed, out[0])
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (64, 0)])
+def test_a_captured_tensor_without_elements_is_refused(shape):
+    """Indices are clamped, and here there is no element to clamp to. A call without rows reads none."""
+    empty = torch.zeros(shape)
+    read = lambda score, b, h, i, j: score + (empty[i] if empty.dim() == 1 else empty[i, h])
+    q = torch.randn(1, 64, 2, 16)
+    with pytest.raises(strobe.InvalidProblem, match="score_mod or mask: got a captured tensor of shape"):
+        strobe.attention(q, q, q, score_mod=read)
+    with pytest.raises(strobe.InvalidProblem, match="score_mod or mask: got a captured tensor of shape"):
+        strobe.attention(q, q, q, mask=strobe.mask_mod(lambda b, h, i, j: read(0.0, b, h, i, j) > 0))
+    assert strobe.attention(q[:, :0], q, q, score_mod=read).shape == (1, 0, 2, 16)
+
+
 def test_what_is_not_supported_says_so():
     q, k, v = (t.detach() for t in _tensors(torch.float32))
     score = lambda s, b, h, q, k: s * 0.5

@@ -226,3 +226,12 @@ def test_gpu_kernels_in_the_simulator(target, monkeypatch):
         found = results(torch.float16)
     for got, wanted in zip(found, exact):
         assert ((got.float() - wanted).norm() / wanted.norm()).item() < 4e-3
+
+
+def test_lists_under_vmap_are_refused_by_name():
+    """As functions of scores and masks are; not by an error of torch about the check of their numbers."""
+    q, counts = torch.randn(2, 1, 64, 2, 16), torch.ones(2, 1, 1, 1, dtype=torch.int32)
+    numbers = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    attend = lambda q, n: strobe.attention(q, q, q, mask=strobe.block_lists(n, numbers, block_size=64))
+    with pytest.raises(strobe.UnsupportedProblem, match=r"mask function under torch\.func"):
+        torch.func.vmap(attend)(q, counts)

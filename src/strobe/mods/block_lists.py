@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
 from ..problem.mask import Mask
-from ..problem.torch_private import FakeTensor
+from ..problem.torch_private import FakeTensor, is_functorch_wrapped_tensor
 from .mask import MaskMod, part_of_lists
 from .mask import mask_mod as mask_of
 
@@ -88,6 +88,7 @@ def _checked(name: str, counts: Tensor | None, indices: Tensor | None, blocks: i
     if blocks is not None and (type(blocks) is not int or blocks < 1):
         raise InvalidProblem("num_kv_blocks", blocks, "an integer from 1 on", "pass ceil(S_k / block size)")
     has_data = counts.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(counts, FakeTensor)
+    has_data = has_data and not is_functorch_wrapped_tensor(counts) and not is_functorch_wrapped_tensor(indices)
     counts, indices = counts.long(), indices.long()  # int8 could not be compared with the numbers of blocks
     if has_data:
         _check_numbers(name, counts, indices, indices.shape[-1] if blocks is None else blocks)

@@ -459,11 +459,11 @@ def _listed(counts: Tensor, indices: Tensor, num_blocks: int | None = None) -> T
     """bool [B, H, M, num_blocks]: whether a block is among the first `counts` indices."""
     count = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     spare = indices.shape[-1] if num_blocks is None else num_blocks
-    table = torch.zeros((*indices.shape[:-1], spare + 1), dtype=torch.bool, device=indices.device)
     # indices beyond the count, and blocks that are not there (FlexAttention's pages have number -1), go to a column
     # that is cut off
     listed = torch.where(count & (indices >= 0) & (indices < spare), indices.long(), spare)
-    return table.scatter_(-1, listed, True)[..., :spare]
+    table = listed.new_zeros((*indices.shape[:-1], spare + 1), dtype=torch.bool)
+    return table.scatter(-1, listed, listed >= 0)[..., :spare]  # out of place, and no number: for torch.func.vmap
 
 
 def checked_mask(mask: Mask | None) -> MaskMod | None:

@@ -312,6 +312,12 @@ def check_captured(call: Any) -> None:
         if tensor.device != call.q.device:
             got, remedy = f"a captured tensor on {tensor.device}", "move all tensors that the function reads there"
             raise InvalidProblem("score_mod or mask", got, f"q's device {call.q.device}", remedy)
+        if 0 in tensor.shape and 0 not in (*call.q.shape, *call.k.shape):
+            got, remedy = (
+                f"a captured tensor of shape {list(tensor.shape)}",
+                "an index beyond a tensor reads its last element",
+            )
+            raise InvalidProblem("score_mod or mask", got, "an element in each dimension", remedy)
         check_strided("score_mod or mask", tensor)
 
 
