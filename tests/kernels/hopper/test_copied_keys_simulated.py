@@ -4,6 +4,8 @@ few tokens counts as one of many.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ from tests.kernels.hopper.prefill_cases import COPY_CASES as CASES
 from tests.kernels.hopper.test_prefill_float8_simulated import call_of
 from tests.kernels.hopper.test_prefill_simulated import _counters
 from tests.kernels.portable.test_paged_interpreted import run_on
-from tools.proof.simulate import READ_FENCES
+from tools.proof.simulate import READ_FENCES, on
 
 __all__ = ["_counters"]  # a fixture
 COPIES = ["copy_keys_kernel", "forward_kernel", "forward_kernel"]
@@ -33,7 +35,7 @@ FAST = ("pages lost", "window, pages lost", "rows left padded, window", "37 sequ
 @pytest.fixture(name="from_17_tokens", autouse=True)
 def _from_17_tokens(monkeypatch):
     monkeypatch.setattr(copy_config, "LEAST_ROWS", 17)
-    monkeypatch.setattr(copy_config, "LEAST_KEYS", 0)
+    monkeypatch.setattr(copy_config, "LEAST_CAPACITY", 0)
 
 
 def simulated(call: PagedCall, schedule: tuple[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,10 +88,12 @@ def sequences_of_six_lengths() -> PagedCall:
 
 
 @pytest.mark.parametrize(
-    "tiles, first_pages", [(2, [-1] * 6), (5, [0, -1, 12, -1, -1, -1]), (10, [0, -1, 12, 20, -1, 24])]
+    "tiles, is_copied", [(2, [0, 0, 1, 0, 0, 0]), (5, [1, 0, 1, 0, 0, 0]), (10, [1, 0, 1, 1, 0, 1])]
 )
-def test_sequences_are_copied_while_there_is_room(tiles, first_pages, monkeypatch):
-    """Others convert their keys. In tiles of 64 keys the sequences need 3, 0, 2, 1, 0 and 4."""
+def test_sequences_are_copied_while_there_is_room(tiles, is_copied, monkeypatch):
+    """Others convert their keys. In tiles of 64 keys the sequences need 3, 0, 2, 1, 0 and 4. One that is larger than
+    the copy is passed over.
+    """
     call, seen = sequences_of_six_lengths(), []
 
     def noted(call: PagedCall, workspace: dict[str, torch.Tensor]) -> CopyTensors:
@@ -99,8 +103,39 @@ def test_sequences_are_copied_while_there_is_room(tiles, first_pages, monkeypatc
     monkeypatch.setattr(copy_config, "MOST_COPIED", tiles * COPIED_TILE * 2 * 2 * 64 * 2)
     monkeypatch.setattr(launch_paged, "copy_tensors", noted)
     simulated(call, SCHEDULES[1])
-    assert seen[0].first_pages.tolist() == first_pages
+    assert seen[0].is_copied.tolist() == is_copied
     assert seen[0].key_counts.tolist() == list(LENGTHS)
+
+
+def test_a_window_copies_the_keys_that_it_sees():
+    """600 keys, of which the queries of the first sequence see the last 58, in 2 tiles."""
+    case = replace(CASES["window, pages lost"], lost=(), heads=(4, 1))
+    problem = PagedProblem.from_call(case.build("cpu", torch.bfloat16, "normal", 1, "hopper"))
+    assert (case.lengths[0], case.news[0], case.left) == (600, 18, 40)
+    copy = select(problem, H200).forward.config.copy
+    assert copy.tiles == 2 * ((40 + sum(case.news)) // COPIED_TILE + 2)
+    narrow = replace(problem, left=2)
+    assert select(narrow, H200).forward.config.copy is None, "3 queries of 4 heads see a key"
+
+
+@pytest.mark.nightly
+def test_functions_run_over_copied_keys():
+    call = sequences_of_six_lengths()
+    cache = strobe.PagedCache(call.k, call.v, call.page_table, call.seqlens, call.k_scale, call.v_scale)
+    options = {"score_mod": strobe.alibi(torch.tensor([0.5, 0.25, 0.1, 0.0])), "cu_seqlens_q": call.cu_seqlens_q}
+    exact = strobe.attention_paged(call.q.double().bfloat16(), cache, kernel="cpu", **options)
+    with on(H200, *SCHEDULES[0]) as run:
+        out = strobe.attention_paged(call.q, cache, kernel="hopper", **options)
+    assert run.launches[:3] == COPIES and run.reports == []
+    torch.testing.assert_close(out[:-3], exact[:-3], rtol=2e-2, atol=2e-2)
+
+
+def test_more_sequences_than_a_program_scans_at_once():
+    """Those with many tokens lie at the ends of the 128 that are scanned together."""
+    many = {3: 40, 127: 20, 128: 17, 133: 64}
+    news = tuple(many.get(n, n % 2) for n in range(140))
+    case = PagedCase("many", tuple(new + 9 for new in news), 0, (1, 1), 64, page_size=16, news=news, fp8=True)
+    simulated(case.build("cpu", torch.bfloat16, "normal", 1, "hopper"), SCHEDULES[2])
 
 
 def test_lengths_out_of_range_are_reported():

@@ -54,7 +54,7 @@ def test_8_bit_keys_as_good_as_the_oracle(n, name):
 @pytest.mark.parametrize("n, name", list(enumerate(COPY_CASES)), ids=list(COPY_CASES))
 def test_copied_keys_as_good_as_the_oracle(n, name, monkeypatch):
     monkeypatch.setattr(copy_config, "LEAST_ROWS", 17)
-    monkeypatch.setattr(copy_config, "LEAST_KEYS", 0)
+    monkeypatch.setattr(copy_config, "LEAST_CAPACITY", 0)
     call = COPY_CASES[name].build("cuda", (torch.bfloat16, torch.float16)[n % 2], FAMILIES[n % 5], n, "hopper")
     assert ops_paged.decide(call).forward.config.copy is not None
     runs_alike(call)

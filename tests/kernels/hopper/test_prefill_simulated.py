@@ -11,12 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 import strobe
+from strobe.kernels.hopper import prefill_config
+from strobe.kernels.protocol import Forward
+from strobe.ops import attention as ops
 from strobe.problem.paged import PagedCall, PagedProblem
 from strobe.problem.target import FAKES
 from strobe.selection.select import select
 from strobe.sim import simulate
 from strobe.testing import FAMILIES
-from strobe.testing.paged import PAGED, assert_paged_as_good_as
+from strobe.testing.paged import PAGED, PagedCase, assert_paged_as_good_as
 from tests.kernels.hopper.hopper_cases import H200, NIGHTLY, SCHEDULES
 from tests.kernels.hopper.prefill_cases import CASES
 from tests.kernels.portable.test_paged_interpreted import run_on
@@ -132,3 +135,20 @@ def test_what_the_forward_leaves_to_the_portable_kernel():
         choice = select(PagedProblem.from_call(case.build("cpu", torch.bfloat16, **options)), FAKES["H200"])
         assert choice.forward.kernel.name == "portable.paged"
         assert words in dict(choice.rejections)["hopper.paged"]
+
+
+def test_out_may_be_q_where_tiles_are_redone(monkeypatch):
+    """A row of NaN needs another attempt, which reads q again."""
+    monkeypatch.setattr(prefill_config, "EARLY_KEYS", 0)
+    case = PagedCase("long", (400,), 0, (1, 1), 64, page_size=16, news=(40,))
+    call = case.build("cpu", torch.bfloat16, "normal", 1, "hopper")
+    call.q[7] = torch.nan
+    choice = select(PagedProblem.from_call(call), H200)
+    assert choice.forward.config.traits.can_redo
+    outs = [torch.full(choice.problem.out_shapes[0], torch.nan, dtype=call.q.dtype), call.q.clone()]
+    for out, q in zip(outs, (call.q, outs[1])):
+        with simulate("sm_90", *SCHEDULES[0], sms=2, check=False) as run:
+            ops._launch(choice.forward, call._replace(q=q), Forward(out, torch.empty(choice.problem.out_shapes[1])))
+        assert run.reports == []
+    torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
+    assert not outs[1][:7].isnan().any()

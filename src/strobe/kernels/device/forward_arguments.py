@@ -82,7 +82,7 @@ class HookParams(NamedTuple):
 
 
 class PoolStrides(NamedTuple):
-    """Strides of 8-bit K or V in a cache, in words of 4 bytes."""
+    """Strides of 8-bit K or V in a cache, in words of 4 bytes; in bytes where they are copied."""
 
     page: Any  # or of a sequence in a dense cache
     row: Any
@@ -124,7 +124,7 @@ class CacheTensors(NamedTuple):
     v: Any = None
     k_scale: Any = None  # [H_kv] float32
     v_scale: Any = None
-    first_pages: Any = None  # [B]: negative if a sequence has no copy of its keys (hopper.copied_keys)
+    is_copied: Any = None  # [B]: 1 for sequences whose keys have been copied (hopper.copied_keys), else 0
 
 
 class Pointers(NamedTuple):

@@ -295,14 +295,11 @@ def row_tiles(cu_seqlens_q, cache, sequence, launch, traits: gl.constexpr):
     n, total = launch.shape.batch, launch.shape.seqlen_q
     _, tokens = span_of(cu_seqlens_q, sequence, n, total)
     inside = (sequence > 0) & (sequence <= n)
-    is_left = inside & (tokens <= launch.cache.few_tokens)
+    runs_elsewhere = inside & (tokens <= launch.cache.few_tokens)
     if traits.copies_keys:
-        is_copied = gl.load(cache.first_pages + sequence - 1, mask=inside, other=-1) >= 0
-        if traits.in_copy:
-            is_left = ~is_copied
-        else:
-            is_left = is_left | is_copied
-    return gl.where((sequence < n + 2) & ~is_left, gl.cdiv(tokens, traits.block_m), 0)
+        is_copied = gl.load(cache.is_copied + sequence - 1, mask=inside, other=0) != 0
+        runs_elsewhere = ~is_copied if traits.in_copy else runs_elsewhere | is_copied
+    return gl.where((sequence < n + 2) & ~runs_elsewhere, gl.cdiv(tokens, traits.block_m), 0)
 
 
 @gluon.jit

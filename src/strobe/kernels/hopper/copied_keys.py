@@ -1,13 +1,13 @@
 """A copy of 8-bit keys and values in q's dtype, for sequences with many new tokens. In Triton.
 
-A forward that converts keys itself does so in each work tile, beside the products, and reaches 0.72 to 0.79 of the
-speed over 16-bit keys. In a sequence with many new tokens, many work tiles read the same keys. There one conversion to
-memory costs less.
+A forward that converts keys itself does so in each work tile, beside the products. Long prefills then reach 0.65 to
+0.79 of the speed over 16-bit keys. Their work tiles read the same keys, so one conversion to memory costs less.
 
-A copied tile has KEYS keys of one sequence. The copy is a pool of pages, in which a sequence's copied tiles follow each
-other. Sequences are copied in order, until one does not fit. Programs find that out from lengths alone, each by itself.
-Keys that no query of the sequence sees are zero, and are not read. A page outside the pool stays outside: its id in the
-copy's page table is -1.
+A copied tile has KEYS keys of one sequence. With a left bound, a sequence's first copied tile is the one with the first
+key that a query sees. The copy is a pool of pages, in which the copied tiles of a sequence follow each other. Sequences
+are copied in order, until one does not fit; one that is larger than the copy is passed over. Each program finds that
+out from the lengths. Keys that no query of the sequence sees are not read, and are zero in the copy. A page outside the
+pool stays outside: its id in the copy's page table is -1.
 """
 
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ class CopyTensors(NamedTuple):
     k_copy: Any  # contiguous
     v_copy: Any
     copy_table: Any  # [B, pages of a sequence]
-    first_pages: Any  # [B]: the first page of a sequence in the copy, -1 if it has none
+    is_copied: Any  # [B]: 1 for sequences in the copy, else 0
     key_counts: Any  # [B]: number of keys of a sequence
 
 
@@ -55,7 +55,7 @@ class CopySizes(NamedTuple):
     least_tokens: Any  # new tokens of a sequence that is copied
     most_tiles: Any  # copied tiles for which there is room
     left: Any  # bound of the window
-    k_strides: Any  # PoolStrides in elements
+    k_strides: Any  # PoolStrides in bytes
     v_strides: Any
 
 
@@ -72,7 +72,7 @@ class CopiedTile(NamedTuple):
     """Where a tile of the copy comes from."""
 
     sequence: Any
-    n_start: Any  # its first key
+    number: Any  # among the tiles of the sequence
     exists: Any
 
 
@@ -96,10 +96,21 @@ def lengths_of(tensors, sizes, sequence, traits: tl.constexpr):
 
 
 @triton.jit
+def first_key(lengths, sizes, traits: tl.constexpr):
+    """The first key that a query of the sequence sees."""
+    first = lengths.keys * 0
+    if traits.left:
+        first = tl.maximum(lengths.keys - lengths.tokens - sizes.left, 0)
+    return first
+
+
+@triton.jit
 def copied_tiles(tensors, sizes, begin, traits: tl.constexpr):
     """(tiles that each of LANES sequences wants, their Lengths)."""
     lengths = lengths_of(tensors, sizes, begin + tl.arange(0, LANES), traits)
-    return tl.where(lengths.tokens >= sizes.least_tokens, (lengths.keys + KEYS - 1) // KEYS, 0), lengths
+    tiles = (lengths.keys + KEYS - 1) // KEYS - first_key(lengths, sizes, traits) // KEYS
+    is_wanted = (lengths.tokens >= sizes.least_tokens) & (tiles <= sizes.most_tiles)
+    return tl.where(is_wanted, tiles, 0), lengths
 
 
 @triton.jit
@@ -117,20 +128,19 @@ def find_copied_tile(tensors, sizes, tile, traits: tl.constexpr):
         first = tl.maximum(first, tl.max(tl.where(is_before, ends, 0), 0))
         stop = tl.maximum(stop, tl.max(tl.where(ends <= sizes.most_tiles, ends, 0), 0))
         end = tl.max(ends, 0)
-    return CopiedTile(tl.minimum(sequence, sizes.batch - 1), (tile - first) * KEYS, tile < stop)
+    return CopiedTile(tl.minimum(sequence, sizes.batch - 1), tile - first, tile < stop)
 
 
 @triton.jit
-def write_first_pages(tensors, sizes, errors, traits: tl.constexpr):
-    """Write first_pages and key_counts, and report lengths that were clamped. One program does it for all."""
+def write_which_are_copied(tensors, sizes, errors, traits: tl.constexpr):
+    """Write is_copied and key_counts, and report lengths that were clamped. One program does it for all."""
     end = 0
     for begin in range(0, sizes.batch, LANES):
         sequence = begin + tl.arange(0, LANES)
         wanted, lengths = copied_tiles(tensors, sizes, begin, traits)
         ends = end + tl.cumsum(wanted, 0)
         fits = (wanted > 0) & (ends <= sizes.most_tiles)
-        page = tl.where(fits, (ends - wanted) * (KEYS // traits.page_copy), -1)
-        tl.store(tensors.first_pages + sequence, page, mask=sequence < sizes.batch)
+        tl.store(tensors.is_copied + sequence, fits.to(tl.int32), mask=sequence < sizes.batch)
         tl.store(tensors.key_counts + sequence, lengths.keys, mask=sequence < sizes.batch)
         tl.atomic_or(errors, SEQLENS, mask=tl.max(lengths.errors & SEQLENS, 0) != 0, sem="relaxed")
         tl.atomic_or(errors, K_START, mask=tl.max(lengths.errors & K_START, 0) != 0, sem="relaxed")
@@ -140,39 +150,34 @@ def write_first_pages(tensors, sizes, errors, traits: tl.constexpr):
 @triton.jit
 def copy_tile(tensors, sizes, source, tile, head, is_v, traits: tl.constexpr):
     """Copy K or V of one head. tile: its number in the copy; source: CopiedTile."""
-    sequence, n_start, _ = source
+    sequence, number, _ = source
     lengths = lengths_of(tensors, sizes, sequence, traits)
+    first = first_key(lengths, sizes, traits)
+    n_start = (first // KEYS + number) * KEYS
     n = n_start + tl.arange(0, KEYS)
-    first = n_start * 0
-    if traits.left:
-        first = lengths.keys - lengths.tokens - sizes.left
     is_seen = (n >= first) & (n < lengths.keys)
+    in_pool = n >= 0
     if traits.page_size:
         pages = tensors.page_table + sequence.to(tl.int64) * sizes.max_pages
         is_read = (n // traits.page_size * traits.page_size + traits.page_size > first) & (n < lengths.keys)
         page = tl.load(pages + n // traits.page_size, mask=is_read, other=0)
         in_pool = (page >= 0) & (page < sizes.num_pages)
-        row = n % traits.page_size
-        if (head == 0) & (is_v == 0):
-            write_copied_pages(tensors, sizes, source, tile, page, in_pool, traits)
-        is_seen = is_seen & in_pool
-        page = tl.where(in_pool, page, 0).to(tl.int64)
+        page, row = tl.where(in_pool, page, 0), n % traits.page_size
     else:
-        page = (n * 0 + sequence).to(tl.int64)
-        row = lengths.start + n
-        if (head == 0) & (is_v == 0):
-            write_copied_pages(tensors, sizes, source, tile, page, n >= 0, traits)
+        page, row = n * 0 + sequence, lengths.start + n
+    if (head == 0) & (is_v == 0):
+        write_copied_pages(tensors, sizes, sequence, n_start, tile, in_pool, traits)
     row_copy = (tile.to(tl.int64) * KEYS + tl.arange(0, KEYS)) * sizes.heads_kv + head
-    row, head = row.to(tl.int64), head.to(tl.int64)
+    page, row, head = page.to(tl.int64), row.to(tl.int64), head.to(tl.int64)
     if is_v == 0:
         rows = row_offsets(page, row, head, sizes.k_strides)
         sign = 1.0
         if traits.k_scale:
             sign = tl.where(tl.load(tensors.k_scale + head) < 0, -1.0, 1.0)
-        copy_rows(tensors.k, rows, is_seen, tensors.k_copy, row_copy, sign, traits.head_dim)
+        copy_rows(tensors.k, rows, is_seen & in_pool, tensors.k_copy, row_copy, sign, traits.head_dim)
     else:
         rows = row_offsets(page, row, head, sizes.v_strides)
-        copy_rows(tensors.v, rows, is_seen, tensors.v_copy, row_copy, 1.0, traits.head_dim_v)
+        copy_rows(tensors.v, rows, is_seen & in_pool, tensors.v_copy, row_copy, 1.0, traits.head_dim_v)
 
 
 @triton.jit
@@ -182,11 +187,10 @@ def row_offsets(page, row, head, strides):
 
 
 @triton.jit
-def write_copied_pages(tensors, sizes, source, tile, page, in_pool, traits: tl.constexpr):
+def write_copied_pages(tensors, sizes, sequence, n_start, tile, in_pool, traits: tl.constexpr):
     """The copied tile's entries of the page table: the rows that begin a page write them."""
     rows = tl.arange(0, KEYS)
-    entry = (source.n_start + rows) // traits.page_copy
-    table = tensors.copy_table + source.sequence.to(tl.int64) * sizes.table_width + entry
+    table = tensors.copy_table + sequence.to(tl.int64) * sizes.table_width + (n_start + rows) // traits.page_copy
     number = (tile * KEYS + rows) // traits.page_copy
     tl.store(table, tl.where(in_pool, number, -1), mask=rows % traits.page_copy == 0)
 
@@ -209,7 +213,7 @@ def copy_keys_kernel(tensors, sizes, errors, traits: tl.constexpr):
     units = 2 * sizes.heads_kv
     head, is_v = program % units // 2, program % 2
     if program == 0:
-        write_first_pages(tensors, sizes, errors, traits)
+        write_which_are_copied(tensors, sizes, errors, traits)
     tile = program // units
     source = find_copied_tile(tensors, sizes, tile, traits)
     while source.exists:

@@ -58,21 +58,23 @@ def run_few(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor
 
 def run_mixed(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
     config = plan.config
-    if call.q.data_ptr() % ALIGNMENT:
+    # A tile that is redone reads q after the first attempt has written out, which may be q itself.
+    is_redone_from_out = t.out.data_ptr() == call.q.data_ptr() and any(one.can_redo for one in config.forwards)
+    if call.q.data_ptr() % ALIGNMENT or is_redone_from_out:
         call, plan = call._replace(q=call.q.clone()), plan._replace(replays=False)
     packs = [traits.pack_gqa > 1 for traits in config.forwards]
     aligned = t._replace(out=addressable(t.out, any(packs)))
-    launches, first_pages = [], None
+    launches, is_copied = [], None
     if config.copy is not None:
         tensors = copy_tensors(call, workspace)
-        first_pages = tensors.first_pages
+        is_copied = tensors.is_copied
         word = error_flags.word(call.q.device)
         launches.append(
             _start(plan, "copy", (call.q, *tensors, word), t, lambda: copy_launch(plan, call, tensors, word))
         )
         of_copy = plan._replace(problem=config.copy.problem, config=replace(config, traits=config.copy.forward))
-        launches.append(_start_forward(of_copy, over_copy(call, tensors), aligned, first_pages))
-    launches.append(_start_forward(plan, call, aligned, first_pages))
+        launches.append(_start_forward(of_copy, over_copy(call, tensors), aligned, is_copied))
+    launches.append(_start_forward(plan, call, aligned, is_copied))
     if aligned.out is not t.out:
         t.out.copy_(aligned.out)
     if config.decode is not None:
@@ -83,14 +85,14 @@ def run_mixed(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tens
         _insert(plan, call, t, workspace, _in_turn(launches))
 
 
-def _start_forward(plan: Plan, call: PagedCall, t: Forward, first_pages: Tensor | None) -> Replay | None:
-    """Launch the forward. Where keys are copied, first_pages says which sequences are."""
+def _start_forward(plan: Plan, call: PagedCall, t: Forward, is_copied: Tensor | None) -> Replay | None:
+    """Launch the forward. is_copied: which sequences have a copy of their keys; None without a copy."""
     traits: ForwardTraits = plan.config.traits
     word = error_flags.word(call.q.device)
     counter = zeros_on(call.q.device, 1) if traits.counted else None
     hooks, read = hooks_of(plan, call)
-    moving = (*call.about, t.out, t.lse, word, counter, first_pages, *read.tensors)
-    describe = partial(prefill_launch, plan, call, *t, counter, hooks, first_pages)
+    moving = (*call.about, t.out, t.lse, word, counter, is_copied, *read.tensors)
+    describe = partial(prefill_launch, plan, call, *t, counter, hooks, is_copied)
     launch = _start(plan, "forward over a copy" if traits.in_copy else "forward", moving, t, describe, read.kinds)
     return launch if counter is None or launch is None else launch.on_this_stream()
 
@@ -180,7 +182,7 @@ def other_rows_launch(plan: Plan, decode: Launch) -> Launch:
 
 def prefill_launch(
     plan: Plan, call: PagedCall, out: Tensor, lse: Tensor, counter: Tensor | None, hooks: HookParams | None,
-    first_pages: Tensor | None,
+    is_copied: Tensor | None,
 ) -> Launch:  # fmt: skip
     """The forward of the sequences that no other launch of the plan runs."""
     traits: ForwardTraits = plan.config.traits
@@ -196,7 +198,7 @@ def prefill_launch(
     if traits.score_mod is not None:
         softmax = SoftmaxParams(LOG2_E, softmax.softcap, softmax.scale_log2 / LOG2_E)
     scales = {"k_scale": call.k_scale, "v_scale": call.v_scale}
-    tensors = CacheTensors(call.page_table, call.seqlens, call.k_start, **scales, first_pages=first_pages)
+    tensors = CacheTensors(call.page_table, call.seqlens, call.k_start, **scales, is_copied=is_copied)
     if traits.converts_keys:
         cache = CacheParams(*pages, 0, 0, few_tokens, *[PoolStrides(*strides_in(t, WORD)) for t in (call.k, call.v)])
         tensors = tensors._replace(k=call.k, v=call.v)
