@@ -39,7 +39,7 @@ def run_and_judge_sequences(judge, case: Case, dtype: torch.dtype, family: str, 
     assert run.reports == [] and run.launches[-3:] == BACKWARD
 
 
-@pytest.mark.parts(2)
+@pytest.mark.parts(4)
 @pytest.mark.parametrize("name", SEQUENCES_ON_EACH_COMMIT)
 def test_packed_sequences_and_key_ranges(name, judge):
     n = SEQUENCES_ON_EACH_COMMIT.index(name)

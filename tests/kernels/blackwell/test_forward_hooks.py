@@ -93,7 +93,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parts(2, seed=14)
+@pytest.mark.parts(4, seed=14)
 @pytest.mark.parametrize("name", CASES)
 def test_functions_agree_with_the_oracle(name):
     _check(*CASES[name])

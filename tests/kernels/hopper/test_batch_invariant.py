@@ -124,7 +124,7 @@ def test_rows_have_the_bits_of_a_decode(name, family, wide_sums):
         same_bits(call, decoded, (slice(last - tokens, last), 0), keys - (rows - last))
 
 
-@pytest.mark.parts(2)
+@pytest.mark.parts(4)
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize("name", [name for name, case in SEVERAL.items() if case.packed])
 def test_packed_rows_have_the_bits_of_a_decode(name, family, wide_sums):
@@ -139,7 +139,7 @@ def test_packed_rows_have_the_bits_of_a_decode(name, family, wide_sums):
         begin, begin_k = end, begin_k + keys
 
 
-@pytest.mark.parts(2)
+@pytest.mark.parts(4)
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize("left, right, tokens", [(0, 0, 1), (20, 0, 3), (64, 2, 1), (100, 0, 3)])
 def test_rows_of_a_short_window_have_the_bits_of_a_decode(left, right, tokens, family, wide_sums):

@@ -79,7 +79,7 @@ EACH_COMMIT = (
 )  # fmt: skip
 
 
-@pytest.mark.parts(2)
+@pytest.mark.parts(4)
 @pytest.mark.nightly_cases(
     "dense_left_padded", "dense_softcap_sinks", "dense_tokens_5", "pages_of_13", "pages_of_64_heads_first"
 )
@@ -242,7 +242,7 @@ def wide_call(head_dim: int, head_dim_v: int, dtype: torch.dtype, page_size: int
 WIDTHS = [(64, 64, 16), (96, 96, 0), (128, 128, 128), (192, 128, 48), (256, 256, 1), (32, 8, 16)]
 
 
-@pytest.mark.parts(2, seed=2848971227)
+@pytest.mark.parts(4, seed=2848971227)
 @pytest.mark.parametrize("head_dim, head_dim_v, page_size", WIDTHS)
 def test_the_hopper_decode_at_every_width(head_dim, head_dim_v, page_size, monkeypatch):
     assert (

@@ -332,7 +332,7 @@ def without_broken_promises(kinds: Tensor, size: tuple[int, int], call: Call) ->
     return torch.where(whole, kinds, kinds.clamp(max=1))
 
 
-@pytest.mark.parts(2)
+@pytest.mark.parts(4)
 @pytest.mark.parametrize("name", LISTS)
 def test_lists_of_key_blocks(name):
     listed = LISTS[name]

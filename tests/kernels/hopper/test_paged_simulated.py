@@ -47,7 +47,7 @@ EACH = [
 ]
 
 
-@pytest.mark.parts(2, seed=2)
+@pytest.mark.parts(4, seed=2)
 @pytest.mark.parametrize("n, name, shares", EACH)
 def test_no_report_and_as_good_as_the_oracle(n, name, shares, monkeypatch):
     if shares == "global memory":

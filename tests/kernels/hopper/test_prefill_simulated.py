@@ -53,7 +53,7 @@ SLOW = ("promised", "pages of 32", "pages of 256", "window, pages of 256", "grou
 EACH = [pytest.param(n, name, marks=[pytest.mark.nightly] * (name in SLOW), id=name) for n, name in enumerate(CASES)]
 
 
-@pytest.mark.parts(2, seed=4)
+@pytest.mark.parts(4, seed=4)
 @pytest.mark.parametrize("n, name", EACH)
 def test_no_report_and_as_good_as_the_oracle(n, name):
     call = CASES[name].build("cpu", (torch.bfloat16, torch.float16)[n % 2], FAMILIES[n % 5], n, "hopper")
