@@ -212,7 +212,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "paged d128 float8 prefill", "sm_90", 32, _CONVERTED, family="hopper.decode"),
     Allowance("forward_kernel", "paged d128 float8 prefill, *", "sm_90", 16, _MASKED, family="hopper.decode"),
     Allowance(
-        "forward_kernel", "paged d64 float8 prefill, pages of 1", "sm_90", 40, _CONVERTED, family="hopper.decode"
+        "forward_kernel", "paged d64 float8 prefill, pages of 1", "sm_90", 32, _CONVERTED, family="hopper.decode"
     ),
     Allowance("forward_kernel", "paged d256 float8 prefill", "sm_90", 120, _CONVERTED, family="hopper.decode"),
     # sm_90, the Hopper backward
