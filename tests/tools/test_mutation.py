@@ -66,7 +66,7 @@ def test_the_results_are_of_all_scenes_and_add_up():
         assert row["plain run"] <= row["happens-before"] <= row["noticed"], row["scene"]
 
 
-@pytest.mark.parts(6, seed=3057126798)
+@pytest.mark.parts(12, seed=3057126798)
 @pytest.mark.parametrize(
     "scene", [pytest.param(scene, id=scene.name) for suite in SUITES_HERE for scene in suite.all()]
 )

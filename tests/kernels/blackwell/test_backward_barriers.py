@@ -60,7 +60,7 @@ def test_the_waits_that_are_kept_are_those_of_compute():
     assert kept == [("backward_compute", "mainloop_step", "drop wait")] * 2
 
 
-@pytest.mark.parts(6)
+@pytest.mark.parts(12)
 @pytest.mark.parametrize("file, mutant", _cases())
 def test_each_synchronisation_is_needed(file: Path, mutant: Mutant):
     assert any(notices(_scene(name), file, mutant, _checks(name)) for name in SCENES), str(mutant)

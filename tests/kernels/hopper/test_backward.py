@@ -59,7 +59,7 @@ LONG = (
 )  # fmt: skip
 
 
-@pytest.mark.parts(6)
+@pytest.mark.parts(12)
 @pytest.mark.nightly_cases(*(f"{name}-*" for name in LONG))
 @pytest.mark.parametrize("name, schedule", alternating_schedules(CASES))
 def test_hopper_backward(name, schedule, judge):
@@ -276,7 +276,7 @@ FEW_KEYS = {
 }
 
 
-@pytest.mark.parts(6)
+@pytest.mark.parts(12)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule[0])
 @pytest.mark.parametrize("name", FEW_KEYS)
 def test_who_adds_last_writes_dq(name, schedule, judge):

@@ -302,7 +302,7 @@ def drawn(call: Call) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(call.q)
 
 
-@pytest.mark.parts(4)
+@pytest.mark.parts(8)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_functions(name):
     case, functions = CASES[name]

@@ -135,6 +135,7 @@ def test_functions_run_over_copied_keys():
     torch.testing.assert_close(out[:-3], exact[:-3], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.nightly
 def test_more_sequences_than_a_program_scans_at_once():
     """Those with many tokens lie at the ends of the 128 that are scanned together."""
     many = {3: 40, 127: 20, 128: 17, 133: 64}

@@ -35,7 +35,7 @@ def emitted(functions: Functions) -> Mods:
     return mods
 
 
-@pytest.mark.parts(3)
+@pytest.mark.parts(6)
 @pytest.mark.parametrize("name", MODS)
 def test_named_case(name):
     functions = MODS[name].make(torch.float32)

@@ -47,7 +47,7 @@ def _call():
 
 
 @pytest.mark.nightly_cases("hopper-run that ends *-spans_k")  # tiles of queries go on to the last key, one by one
-@pytest.mark.parts(6, seed=3824444741)
+@pytest.mark.parts(12, seed=3824444741)
 @pytest.mark.parametrize("side", ("spans_q", "spans_k"))
 @pytest.mark.parametrize("how", FORGED)
 @pytest.mark.parametrize("kernel", ("hopper", "portable"))

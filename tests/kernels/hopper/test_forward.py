@@ -59,7 +59,7 @@ LONG = (
 )  # fmt: skip
 
 
-@pytest.mark.parts(4)
+@pytest.mark.parts(8)
 @pytest.mark.nightly_cases(*(f"{name}-*" for name in LONG))
 @pytest.mark.parametrize("name, schedule", alternating_schedules(CASES))
 def test_hopper_forward(name, schedule):

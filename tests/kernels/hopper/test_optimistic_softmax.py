@@ -166,7 +166,7 @@ def _pairs() -> list:
     "d64_window-a_key_of_all",
     "packed-from_farther_below",
 )
-@pytest.mark.parts(4, seed=2021379121)
+@pytest.mark.parts(8, seed=2021379121)
 @pytest.mark.parametrize("n, case, change", _pairs())
 def test_scores_that_grow(n, case, change):
     call = _built(case, change, "cpu")
