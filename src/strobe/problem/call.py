@@ -308,17 +308,15 @@ def _check_tensors(call: Call) -> None:
 
 def check_captured(call: Any) -> None:
     """Validate the tensors that the custom score or mask of a Call or DecodeCall captures, and the seed of dropout."""
+    where = "score_mod or mask"
     for tensor in () if call.mods is None else call.mods.read:
         if tensor.device != call.q.device:
             got, remedy = f"a captured tensor on {tensor.device}", "move all tensors that the function reads there"
-            raise InvalidProblem("score_mod or mask", got, f"q's device {call.q.device}", remedy)
+            raise InvalidProblem(where, got, f"q's device {call.q.device}", remedy)
         if 0 in tensor.shape and 0 not in (*call.q.shape, *call.k.shape):
-            got, remedy = (
-                f"a captured tensor of shape {list(tensor.shape)}",
-                "an index beyond a tensor reads its last element",
-            )
-            raise InvalidProblem("score_mod or mask", got, "an element in each dimension", remedy)
-        check_strided("score_mod or mask", tensor)
+            got = f"a captured tensor of shape {list(tensor.shape)}"
+            raise InvalidProblem(where, got, "at least one element", "an index too large reads the last element")
+        check_strided(where, tensor)
 
 
 def _check_heads(call: Call) -> None:
