@@ -128,7 +128,7 @@ def test_functions_run_over_copied_keys():
     call = sequences_of_six_lengths()
     cache = strobe.PagedCache(call.k, call.v, call.page_table, call.seqlens, call.k_scale, call.v_scale)
     options = {"score_mod": strobe.alibi(torch.tensor([0.5, 0.25, 0.1, 0.0])), "cu_seqlens_q": call.cu_seqlens_q}
-    exact = strobe.attention_paged(call.q.double().bfloat16(), cache, kernel="cpu", **options)
+    exact = strobe.attention_paged(call.q, cache, kernel="cpu", **options)
     with on(H200, *SCHEDULES[0]) as run:
         out = strobe.attention_paged(call.q, cache, kernel="hopper", **options)
     assert run.launches[:3] == COPIES and run.reports == []
