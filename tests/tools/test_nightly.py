@@ -11,7 +11,7 @@ import pytest
 
 from tools.nightly import __main__ as nightly
 from tools.nightly.plugin import Progress
-from tools.nightly.records import Line, append, read, tree_of
+from tools.nightly.records import RECORDS, Line, append, read, tree_of
 
 pytest_plugins = ["pytester"]
 
@@ -62,8 +62,8 @@ def start(pytester, monkeypatch):
     pytester.makepyfile(FILE)
     records = pytester.path / "records.jsonl"
 
-    def run(*arguments: str, tree: str = "one"):
-        plugin = ["-p", "tools.nightly.plugin", "-p", "no:cacheprovider", "--nightly-tree", tree]
+    def run(*arguments: str):
+        plugin = ["-p", "tools.nightly.plugin", "-p", "no:cacheprovider"]
         result = pytester.runpytest_inprocess(*plugin, f"--nightly-records={records}", *arguments)
         return result, read([records])
 
@@ -81,27 +81,30 @@ ALL = {"passed": PASSED, "failed": {"test_fails", "test_teardown"}, "skipped": {
 
 
 @pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")], ids=["alone", "xdist"])
-def test_what_passed_is_left_out_of_the_next_run(start, monkeypatch, workers):
+def test_what_passed_is_left_out_of_the_next_run(start, pytester, monkeypatch, workers):
     result, lines = start(*workers)
     assert result.ret == 1 and _by_outcome(lines) == ALL and len(lines) == 7
-    assert {line.tree for line in lines} == {"one"} and all("cores" in line.machine for line in lines)
+    tree = tree_of(pytester.path)
+    assert {line.tree for line in lines} == {tree.whole} and all("cores" in line.machine for line in lines)
     assert next(line.cpu_s for line in lines if line.test.endswith("test_passes")) > 0.01
     monkeypatch.setenv("MENDED", "1")
     _, again = start(*workers)
     assert _by_outcome(again[7:]) == {"passed": {"test_fails", "test_teardown"}, "skipped": {"test_skipped"}}
-    counts = nightly.row(again, "one", [])
+    counts = nightly.row(again, tree, [])
     assert (counts["passed"], counts["failed"], counts["skipped"], counts["passed_after_a_failure"]) == (6, 0, 1, 2)
 
 
-def test_a_changed_tree_runs_all_again_and_another_machines_records_count(start, tmp_path):
+def test_a_changed_tree_runs_all_again_and_another_machines_records_count(start, pytester, tmp_path):
     _, lines = start()
-    _, changed = start(tree="two")
+    pytester.makepyprojecttoml("")
+    _, changed = start()
     assert _by_outcome(lines) == ALL
     assert _by_outcome(changed[len(lines) :]) == ALL
-    elsewhere = tmp_path / "elsewhere.jsonl"
+    pytester.makepyprojecttoml("# changed again")
+    elsewhere, tree = tmp_path / "elsewhere.jsonl", tree_of(pytester.path).whole
     for line in changed[len(lines) :]:
-        append(elsewhere, line._replace(tree="three", outcome="passed", machine="32 cores"))
-    result, found = start(f"--nightly-read={elsewhere}", tree="three")
+        append(elsewhere, line._replace(tree=tree, outcome="passed", machine="32 cores"))
+    result, found = start(f"--nightly-read={elsewhere}")
     assert len(found) == len(changed) and result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
@@ -109,8 +112,7 @@ def test_a_killed_run_keeps_what_had_ended(pytester, monkeypatch):
     monkeypatch.chdir(pytester.path)
     pytester.makepyfile("import os\ndef test_a(): pass\ndef test_b():\n    os.environ.get('MENDED') or os._exit(9)")
     records = pytester.path / "records.jsonl"
-    command = [sys.executable, "-m", "pytest", "-p", "tools.nightly.plugin", "--nightly-tree", "t"]
-    command += [f"--nightly-records={records}"]
+    command = [sys.executable, "-m", "pytest", "-p", "tools.nightly.plugin", f"--nightly-records={records}"]
     assert pytester.run(*command).ret == 9
     assert [line.test for line in read([records])] == ["test_a_killed_run_keeps_what_had_ended.py::test_a"]
     records.write_text(records.read_text() + '{"tree": "t", "test": "half of a li')
@@ -147,7 +149,7 @@ def test_the_command_goes_on_and_writes_one_row(small, monkeypatch, capsys):
     (row,) = [json.loads(text) for text in results.read_text().splitlines()]
     assert (row["passed"], row["failed"], row["passed_after_a_failure"], row["drift"]) == (2, 0, 1, "passed")
     assert row["commit"] == "abc" and row["cpu_s"] > 0 and (small / "drift").read_text() == "x"
-    ran = Counter(line.test.partition("::")[2] for line in read((small / ".nightly").glob("*.jsonl")))
+    ran = Counter(line.test.partition("::")[2] for line in read([small / RECORDS]))
     assert ran == {"test_a": 1, "test_b": 2, "": 1}
     (small / "src/new.py").write_text("")
     monkeypatch.delenv("MENDED")
@@ -158,9 +160,7 @@ def test_the_command_goes_on_and_writes_one_row(small, monkeypatch, capsys):
 def test_a_run_that_is_stopped_writes_no_row(small):
     (small / "tests/test_it.py").write_text("import pytest, time\n@pytest.mark.nightly\ndef test_a(): time.sleep(60)\n")
     assert nightly.main(["--jobs", "1", "--minutes", "0.01"]) == 1
-    assert not (small / "results").exists() and [line.test for line in read((small / ".nightly").glob("*.jsonl"))] == [
-        "drift"
-    ]
+    assert not (small / "results").exists() and [line.test for line in read([small / RECORDS])] == ["drift"]
 
 
 def test_records_of_other_files_are_refused(small, capsys):
@@ -181,7 +181,50 @@ def test_a_tree_is_its_paths_and_contents(small):
     (small / "src/a.py").write_text("one")
     first = tree_of(small)
     (small / "src/a.py").rename(small / "src/b.py")
-    assert len({before, first, tree_of(small)}) == 3
+    assert len({tree.whole for tree in (before, first, tree_of(small))}) == 3
+    assert len({tree.of("tests/test_it.py::test_a") for tree in (before, first, tree_of(small))}) == 3
+
+
+@pytest.mark.parametrize(
+    "changed, runs_again",
+    [
+        ("tests/test_alone.py", {"alone"}),
+        ("tests/test_user.py", {"user"}),
+        ("tests/test_used.py", {"used", "user"}),  # test_user imports it
+        ("tests/test_of_suites.py", {"alone", "user", "used", "of_suites"}),  # a tool runs it
+        ("tests/calls.py", {"alone", "user", "used", "of_suites"}),
+    ],
+)
+def test_a_changed_test_file_concerns_its_tests_and_those_of_files_that_name_it(tmp_path, changed, runs_again):
+    for path, text in {
+        "tests/calls.py": "",
+        "tests/test_alone.py": "",
+        "tests/test_used.py": "",
+        "tests/test_user.py": "from tests.test_used import something",
+        "tests/test_of_suites.py": "",
+        "tools/suites.py": "SUITES = ['tests/test_of_suites.py']",
+    }.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    before = tree_of(tmp_path)
+    with (tmp_path / changed).open("a") as file:
+        file.write("\n")
+    after = tree_of(tmp_path)
+    ids = {name: f"tests/test_{name}.py::test_a" for name in ("alone", "user", "used", "of_suites")}
+    assert {name for name, test in ids.items() if before.of(test) != after.of(test)} == runs_again
+    assert before.whole != after.whole
+
+
+def test_a_mended_test_file_runs_alone(small):
+    (small / "tests/test_other.py").write_text("import pytest\n@pytest.mark.nightly\ndef test_c(): pass\n")
+    assert nightly.main(["--jobs", "1", "--step", "tests"]) == 1
+    file = small / "tests/test_it.py"
+    file.write_text(file.read_text().replace("os.environ.get('MENDED')", "True"))
+    assert nightly.main(["--jobs", "1", "--step", "tests"]) == 0
+    ran = Counter(line.test.partition("::")[2] for line in read([small / RECORDS]))
+    assert ran == {"test_a": 2, "test_b": 2, "test_c": 1}
+    (row,) = [json.loads(text) for text in (small / "results/nightly.jsonl").read_text().splitlines()][1:]
+    assert (row["passed"], row["failed"], row["passed_after_a_failure"]) == (3, 0, 0)
 
 
 def test_time_left_follows_what_tests_took_before(capsys, monkeypatch):

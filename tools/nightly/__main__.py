@@ -6,7 +6,8 @@ torch under other Pythons (matrix).
     python -m tools.nightly --read FILE --read FILE           with the records of other machines
 
 Outcomes are kept in `.nightly` under a hash of the tested files: a test that has passed does not run again until a file
-changes. Once all tests have ended, one row goes to `results/nightly.jsonl`; commands that did not run are null in it.
+that it depends on changes. Once all tests have ended, one row goes to `results/nightly.jsonl`; commands that did not
+run are null in it.
 Exit code: 1 if a test or a step failed or did not end, else 0.
 """
 
@@ -23,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.nightly.records import FOLDER, Line, append, best, cpu_s, machine, read, row, tree_of
+from tools.nightly.records import RECORDS, Line, Tree, append, best, cpu_s, machine, read, row, tree_of
 from tools.proof.drift import VERSIONS
 from tools.proof.provenance import circumstances
 
@@ -48,7 +49,7 @@ STEPS: dict[str, Suite | tuple[str, ...]] = {  # others are commands
 ENDED = (0, 1, 5)  # pytest's exit codes: all passed, some failed, none were left
 
 
-def run_tests(step: Suite, tree: str, a: argparse.Namespace) -> bool:
+def run_tests(step: Suite, a: argparse.Namespace) -> bool:
     """Run the tests of a step that have not passed yet. Returns whether all of them have ended."""
     log = a.records.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ def run_tests(step: Suite, tree: str, a: argparse.Namespace) -> bool:
     files = [f"--nightly-records={a.records}", *(f"--nightly-read={file}" for file in a.read)]  # "=": no path to tests
     command = [
         sys.executable, "-m", "pytest", "-q", "--tb=short", "-m", a.marks, *spread,
-        "-p", "tools.nightly.plugin", f"--nightly-tree={tree}", *files, *step.arguments, *a.pytest,
+        "-p", "tools.nightly.plugin", *files, *step.arguments, *a.pytest,
     ]  # fmt: skip
     environment = (
         {"HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
@@ -85,22 +86,22 @@ def run_tests(step: Suite, tree: str, a: argparse.Namespace) -> bool:
     return code in ENDED and not is_stopped
 
 
-def run_command(name: str, command: Sequence[str], tree: str, a: argparse.Namespace) -> bool:
+def run_command(name: str, command: Sequence[str], tree: Tree, a: argparse.Namespace) -> bool:
     """Run a step that is no test, unless it has passed, and record its outcome."""
     done = best(read([a.records, *a.read]), tree).get(name)
     if done is None or done.outcome != "passed":
         before = cpu_s()
         code = subprocess.run(command).returncode
         outcome = "failed" if code else "passed"
-        append(a.records, Line(tree, name, outcome, round(cpu_s() - before, 1), machine()))
+        append(a.records, Line(tree.whole, name, outcome, round(cpu_s() - before, 1), machine()))
     return True
 
 
-def write_row(file: Path, tree: str, counts: dict) -> dict:
+def write_row(file: Path, tree: Tree, counts: dict) -> dict:
     """Append the row of a tree to a file, in the place of an earlier row of it."""
     rows = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
-    found = {"tree": tree, **circumstances(), **counts}
-    lines = [json.dumps(one) for one in [*(one for one in rows if one["tree"] != tree), found]]
+    found = {"tree": tree.whole, **circumstances(), **counts}
+    lines = [json.dumps(one) for one in [*(one for one in rows if one["tree"] != tree.whole), found]]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(f"{line}\n" for line in lines))
     return found
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (2)")
     parser.add_argument("--step", action="append", choices=tuple(STEPS), help="all unless given; repeatable")
     parser.add_argument("--minutes", type=float, metavar="M", help="stop the tests of a step after M minutes")
-    parser.add_argument("--records", type=Path, metavar="FILE", help=f"outcomes go there ({FOLDER}/HASH.jsonl)")
+    parser.add_argument("--records", type=Path, metavar="FILE", help=f"outcomes go there ({RECORDS})")
     parser.add_argument(
         "--read", type=Path, action="append", default=[], metavar="FILE",
         help="outcomes of another machine for the same files; repeatable",
@@ -128,15 +129,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     a = parser.parse_args(argv)
     tree = tree_of(Path.cwd())
-    a.records = a.records or FOLDER / f"{tree}.jsonl"
+    a.records = a.records or RECORDS
     for file in a.read:
         if not best(read([file]), tree):
-            parser.error(f"--read: got {file}, expected outcomes of the files that are here (hash {tree})")
+            parser.error(f"--read: got {file}, expected outcomes of the files that are here (hash {tree.whole})")
     ended, chosen = [], a.step or tuple(STEPS)
     for name, step in STEPS.items():
         if name in chosen:
             print(f"{name}:", file=sys.stderr, flush=True)
-            ended.append(run_tests(step, tree, a) if isinstance(step, Suite) else run_command(name, step, tree, a))
+            ended.append(run_tests(step, a) if isinstance(step, Suite) else run_command(name, step, tree, a))
     commands = [name for name, step in STEPS.items() if not isinstance(step, Suite)]
     counts = row(read([a.records, *a.read]), tree, commands)
     are_all_tests = all(name in chosen for name, step in STEPS.items() if isinstance(step, Suite))

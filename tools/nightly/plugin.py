@@ -1,6 +1,6 @@
 """A pytest plugin that records each test's outcome in a file, and leaves out tests that have passed on the same files.
 
-    python -m pytest -p tools.nightly.plugin --nightly-tree=TREE --nightly-records=FILE -n 2 -m nightly
+    python -m pytest -p tools.nightly.plugin --nightly-records=FILE -n 2 -m nightly
 
 It shows counts and the time left on standard error. With pytest-xdist the process that starts the workers writes.
 """
@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from tools.nightly.records import FOLDER, Line, append, best, cpu_s, machine, read
+from tools.nightly.records import Line, Tree, append, best, cpu_s, machine, read, tree_of
 
 SECONDS_A_LINE = 60  # between two lines of progress where there is no terminal
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("nightly")
-    group.addoption("--nightly-tree", metavar="HASH", help="the hash of what is tested")
     group.addoption("--nightly-records", type=Path, metavar="FILE", help="outcomes are appended to it")
     group.addoption(
         "--nightly-read", type=Path, action="append", default=[], metavar="FILE",
@@ -31,18 +30,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    tree: str | None = config.getoption("--nightly-tree")
-    if not tree:
+    file: Path | None = config.getoption("--nightly-records")
+    if not file:
         return
-    file: Path = config.getoption("--nightly-records") or FOLDER / f"{tree}.jsonl"
     others: list[Path] = config.getoption("--nightly-read") or []
     given: dict[str, Any] | None = getattr(config, "workerinput", None)
     if given is not None:  # every worker must collect the same tests, though others write meanwhile
         config.pluginmanager.register(Worker(set(given["nightly_passed"])))
         return
-    lines = read([file, *others])
+    tree, lines = tree_of(config.rootpath), read([file, *others])
     passed = {test for test, line in best(lines, tree).items() if line.outcome == "passed"}
-    known = {line.test: line.cpu_s for line in [*read(sorted(FOLDER.glob("*.jsonl"))), *lines]}
+    known = {line.test: line.cpu_s for line in lines}
     config.pluginmanager.register(Controller(file, tree, passed, known))
     if not config.getoption("numprocesses", None):
         config.pluginmanager.register(Worker(passed))
@@ -75,7 +73,7 @@ class Worker:
 class Controller:
     """Writes a line for each test that ends, and shows how far the run is."""
 
-    def __init__(self, file: Path, tree: str, passed: set[str], known: dict[str, float]) -> None:
+    def __init__(self, file: Path, tree: Tree, passed: set[str], known: dict[str, float]) -> None:
         self.file, self.tree, self.passed = file, tree, passed
         self.running: dict[str, Line] = {}
         self.progress = Progress(known)
@@ -94,7 +92,9 @@ class Controller:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome = "passed" if hasattr(report, "wasxfail") and report.skipped else report.outcome
-        before = self.running.pop(report.nodeid, Line(self.tree, report.nodeid, "passed", 0.0, machine()))
+        before = self.running.pop(
+            report.nodeid, Line(self.tree.of(report.nodeid), report.nodeid, "passed", 0.0, machine())
+        )
         line = before._replace(
             outcome=before.outcome if outcome == "passed" else outcome,
             cpu_s=round(before.cpu_s + getattr(report, "cpu_s", 0.0), 3),
