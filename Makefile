@@ -21,15 +21,15 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same modules
 
-.PHONY: test quick browser lint types unit interpreter offline compiled pages docs drift pairs nightly demo bench dist matrix \
-  install clean
+.PHONY: test quick browser lint types unit interpreter pair triton_3_9 offline compiled pages docs drift pairs nightly demo \
+  bench dist matrix install clean
 
 # pyright takes one core, so something else runs beside it
 test:
 	$(MAKE) --no-print-directory -j2 install browser
 	$(MAKE) --no-print-directory lint
-	$(MAKE) --no-print-directory -j2 types offline
-	$(MAKE) --no-print-directory interpreter unit
+	$(MAKE) --no-print-directory -j3 types offline triton_3_9
+	$(MAKE) --no-print-directory interpreter pair unit
 
 # what a change of one module needs, in under two minutes
 QUICK := test_laws test_contract test_cases test_reference test_docs problem/test_masks problem/test_bad_input \
@@ -65,6 +65,14 @@ types:
 INTERPRETED := tests/kernels/portable
 interpreter:
 	TRITON_INTERPRET=1 $(PYTEST) $(SPREAD) -m "$(MARKS)" $(INTERPRETED)
+
+# the Blackwell backward by pairs of CTAs, simulated under Triton 3.9; `make pairs` also takes each synchronisation away
+pair: triton_3_9
+	.drift/3.9.0/bin/python -m pytest $(SPREAD) -p no:cacheprovider -m "$(MARKS)" tests/kernels/blackwell/test_pair_backward.py
+
+# an environment with Triton 3.9 (.drift/3.9.0, 1 GB); all other packages are those of .venv
+triton_3_9: install
+	$(BIN)/python -c "from tools.proof.drift import environment; environment('3.9.0')"
 
 # the GPU kernels, compiled for every GPU they claim and simulated, with no GPU here
 OFFLINE := tests/tools tests/kernels/device tests/kernels/hopper tests/kernels/blackwell
