@@ -30,12 +30,12 @@ def step():
     for slot, (begin, part) in enumerate(zip(held, parts)):
         for column in range(-(-begin // PAGE_SIZE), -(-(begin + len(part)) // PAGE_SIZE)):
             page_table[slot, column] = free.pop()
-    before, news = torch.tensor([held, [len(part) for part in parts]], device=DEVICE)
-    offsets, table = torch.nn.functional.pad(news.cumsum(0), (1, 0)), page_table.to(DEVICE)
+    before, counts = torch.tensor([held, [len(part) for part in parts]], device=DEVICE)
+    offsets, table = torch.nn.functional.pad(counts.cumsum(0), (1, 0)), page_table.to(DEVICE)
 
     def attend(q, k, v, layer):  # q, k and v [T, heads, head_dim] of all new tokens
         strobe.append(strobe.PagedCache(*pools[layer], table, before), k, v, cu_seqlens_q=offsets)
-        cache = strobe.PagedCache(*pools[layer], table, before + news)
+        cache = strobe.PagedCache(*pools[layer], table, before + counts)
         return strobe.attention_paged(q, cache, cu_seqlens_q=offsets, max_seqlen_q=CHUNK)
 
     new = [(token, begin + i) for begin, part in zip(held, parts) for i, token in enumerate(part)]

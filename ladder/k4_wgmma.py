@@ -1,4 +1,4 @@
-"""k4_1, wgmma for the scores: q and K straight from shared memory. Its result is laundered through shared memory for
+"""k4_1, wgmma for the scores: q and K straight from shared memory. Its result passes through shared memory for
 mma.sync.
 
 The idea: `warpgroup_mma` (wgmma) is Hopper's own product. Four warps together multiply [64, 16 k] by [16 k, N]; both
@@ -7,9 +7,9 @@ fragments of K in registers, no issue slots for fetching them. It runs asynchron
 (`warpgroup_mma_wait`), and its accumulator must not be touched in between.
 
 Only q k^T is done so here. The product with V is still mma.sync's, and to stay clear of who holds which element the
-scores are laundered: once exponentiated they are written to shared memory in 16 bits and read back as mma.sync's
-fragments, 4 bytes of traffic a score that k4_2 gets rid of. (Laundered before, as float32, they were twice the traffic,
-and the rung half as fast: 233 for 431 TFLOP/s at D = 128.) The reads of K are now asynchronous: once the product has
+scores change their layout: once exponentiated they are written to shared memory in 16 bits and read back as mma.sync's
+fragments, 4 bytes of traffic a score that k4_2 gets rid of. (As float32 they were twice the traffic, and
+the rung half as fast: 233 instead of 431 TFLOP/s at D = 128.) The reads of K are now asynchronous: once the product has
 been awaited they are over, and K's stage may be filled without a fence; V's, read by ldmatrix, still needs one.
 
 Cost model, a tile of 128 queries and 64 keys, in 16 bits:
@@ -276,7 +276,7 @@ def moved(size: Size, form: Form) -> int:
 
 RUNG = Rung(
     "k4_1",
-    "wgmma for the scores, laundered through shared memory",
+    "wgmma for the scores, which pass through shared memory",
     "k3_3",
     run,
     Form,

@@ -1,4 +1,4 @@
-"""k4_2, wgmma for both products: weights are handed over in registers, V is read with its own major order.
+"""k4_2, wgmma for both products: weights are passed in registers, V is read with its own major order.
 
 The idea: wgmma takes its left operand from registers, too. Its accumulator [64, N] gives each warp 16 rows, laid out in
 every 8 columns as mma.sync lays out C (rung a): rounded to 16 bits, neighbouring pieces are the left operand's
@@ -258,6 +258,6 @@ def moved(size: Size, form: Form) -> int:
 
 
 RUNG = Rung(
-    "k4_2", "wgmma for both products, weights handed over in registers", "k4_1", run, Form, moved,
+    "k4_2", "wgmma for both products, weights passed in registers", "k4_1", run, Form, moved,
     ("score_product", "value_product", "attend_kernel"),
 )  # fmt: skip

@@ -315,6 +315,16 @@ def _refused(rank: int) -> None:
                 strobe.append(placed._replace(**change), *news)
         with pytest.raises(TypeError, match=r"k_new: got .*, expected a DTensor"):
             strobe.append(placed, new, news[1])
+    paged, _, by_heads = _caches(mesh, True, True)
+    alike = _placed(mesh, paged, by_heads)
+    tokens, slots = _apart(mesh, new[0], Replicate()), _apart(mesh, torch.zeros(1, dtype=torch.int32), Replicate())
+    with pytest.raises(strobe.UnsupportedProblem, match=r"tokens at slots to a cache of DTensors: append \[B, T"):
+        strobe.append(alike, tokens, _apart(mesh, new_v[0], Replicate()), slots=slots)
+    scales = torch.ones(paged.k_pages.shape[:3])
+    ways = by_heads | {"k_scale": Shard(2), "v_scale": Shard(2)}
+    scaled = _placed(mesh, paged._replace(k_scale=scales, v_scale=scales.clone()), ways)
+    with pytest.raises(strobe.UnsupportedProblem, match="scales of each key and head: use one scale for each head"):
+        strobe.append(scaled, *news)
     kept = _placed(mesh, _caches(mesh, False, False)[0], dict.fromkeys(strobe.DenseCache._fields, Replicate()))
     with pytest.raises(strobe.InvalidProblem, match=r"k_new: got heads and width \[2, 5\]"):
         strobe.append(kept, _apart(mesh, new[..., :5], Replicate()), news[1])

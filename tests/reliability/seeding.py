@@ -33,7 +33,7 @@ NOTICED = (
     pytest.fail.Exception,
     RuntimeError,
     ValueError,
-)  # the last two: torch meets shapes that disagree, or the door refuses
+)  # the last two: torch meets shapes that disagree, or the checks of arguments refuse
 Check = Callable[[], object]
 
 

@@ -46,7 +46,7 @@ from tests.reliability.seeding import (
     seeded,
 )
 
-# ---------------------------------------------------------------- the CPU's path, the core and the door
+# ---------------------------------------------------------------- the CPU's path, the core and the checks of arguments
 
 FORWARD, BACKWARD, PIECES, TILES = (f"kernels.cpu.{name}" for name in ("forward", "backward", "pieces", "tiles"))
 
@@ -348,7 +348,7 @@ CPU = (
         "ds[:, : -(-count // 2)].transpose(1, 2), rows.q[:, : -(-count // 2)])",
         judged("grouped", softcap=9.0),
     ),
-    # layouts, keys, the door
+    # layouts, keys, checks of arguments
     Mutant(
         "offset of another sequence",
         f"{PIECES}:_sequences",

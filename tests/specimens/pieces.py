@@ -1,4 +1,4 @@
-"""What the specimens share: a position in a ring, barriers, launches, descriptors, checks at the door."""
+"""What the specimens share: a position in a ring, barriers, launches, descriptors, checks of arguments."""
 
 from typing import Any, NamedTuple
 

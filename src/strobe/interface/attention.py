@@ -29,6 +29,7 @@ from ..problem.foreign_arguments import no_mask, unknown
 from ..problem.keywords import Options, Window, as_length, band, dropout_of, options_of, output_tensor
 from ..problem.mask import NO_BOUND, Mask, as_int32, device_here
 from ..problem.merge import Partial
+from ..problem.paged import PagedProblem
 from ..problem.problem import Problem
 from ..selection.select import Choice
 
@@ -311,7 +312,7 @@ def supports(
 
 
 def warmup(
-    problems: Iterable[Problem | DecodeProblem], device: torch.device | str | None = None, *,
+    problems: Iterable[Problem | DecodeProblem | PagedProblem], device: torch.device | str | None = None, *,
     score_mod: ScoreMod | Callable | None = None, mask: Mask | None = None,
 ) -> None:  # fmt: skip
     """Compile the kernels of these problems before their first call, for example before a graph capture or to fill a

@@ -128,8 +128,17 @@ def own_append(call: AppendCall) -> AppendCall:
     """The call on this process's shard of the cache. Inputs may be redistributed; pools may not, because append would
     write to a copy.
     """
-    if call.cu_seqlens_q is not None:
-        raise UnsupportedProblem("append of packed tokens to a cache of DTensors: append [B, T, H_kv, D]")
+    if call.packed:
+        tokens = "tokens at slots" if call.at_slots else "packed tokens"
+        raise UnsupportedProblem(
+            f"append of {tokens} to a cache of DTensors: append [B, T, H_kv, D] without slots, "
+            "or call append with to_local() of each tensor"
+        )
+    if len(call.written) > 2:
+        raise UnsupportedProblem(
+            "append to a cache of DTensors with scales of each key and head: use one scale for each head, "
+            "or call append with to_local() of each tensor"
+        )
     for name, tensor in zip(call._fields, call.about):
         if tensor is not None and not isinstance(tensor, DTensor):
             remedy = "give it to distribute_tensor, with Replicate() where each process has all of it"

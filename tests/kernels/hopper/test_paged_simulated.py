@@ -78,6 +78,17 @@ def test_a_broken_promise_is_nan_and_reported(monkeypatch):
     torch.testing.assert_close(lse[:, 4:], lse_exact[:, 4:])
 
 
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_pages_of_a_sequence_without_new_tokens_are_not_read(heads, monkeypatch):
+    """Its length is stale, and its pages are free."""
+    q, pool = torch.randn(1, heads, 64).bfloat16(), torch.randn(4, 64, 1, 64).bfloat16()
+    lengths, offsets = torch.tensor([70, 70], dtype=torch.int32), torch.tensor([0, 1, 1], dtype=torch.int32)
+    pages = torch.tensor([[1, 2], [-5, 9]], dtype=torch.int32)
+    call = PagedCall(q, pool, pool.clone(), lengths, offsets, pages, max_seqlen_q=1, right=0, kernel="hopper")
+    assert simulated(call, SCHEDULES[0], monkeypatch) == []
+    assert strobe.last_errors() == []
+
+
 def test_what_the_decode_leaves_to_the_portable_kernel():
     cases = {
         "invariant": (CASES["speculated"], {"batch_invariant": True}, "one kernel computes every mix"),

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 import strobe
-from strobe.kernels.hopper import prefill_config
+from strobe.kernels.hopper import launch_paged, prefill_config
 from strobe.kernels.protocol import Forward
 from strobe.ops import attention as ops
 from strobe.problem.paged import PagedCall, PagedProblem
@@ -21,7 +21,7 @@ from strobe.sim import simulate
 from strobe.testing import FAMILIES
 from strobe.testing.paged import PAGED, PagedCase, assert_paged_as_good_as
 from tests.kernels.hopper.hopper_cases import H200, NIGHTLY, SCHEDULES
-from tests.kernels.hopper.prefill_cases import CASES
+from tests.kernels.hopper.prefill_cases import CASES, FP8_CASES
 from tests.kernels.portable.test_paged_interpreted import run_on
 from tools.proof.simulate import READ_FENCES
 
@@ -101,6 +101,14 @@ def test_pages_that_were_freed_do_not_reach_a_result():
     assert strobe.last_errors() == []
 
 
+@pytest.mark.parametrize("page_size, left", [(64, 7), (64, 20), (256, 40), (0, 20)])
+def test_nan_before_a_short_window_reaches_no_result(page_size, left):
+    """A window's first key and the sequence's last one are in one tile of keys. Keys outside of windows are NaN."""
+    case = PagedCase("short window", (60, 123), 0, (2, 1), 64, page_size=page_size, news=(18, 20), left=left)
+    simulated(case.build("cpu", torch.bfloat16, "normal", 1, "hopper"), SCHEDULES[0])
+    assert strobe.last_errors() == []
+
+
 def test_pages_have_the_bits_of_rows():
     """The same keys in pages of 8, 16 and 64, and in rows, by the same tiles."""
     draw = torch.Generator().manual_seed(3)
@@ -118,6 +126,24 @@ def test_pages_have_the_bits_of_rows():
     assert all(torch.equal(one, other) for results in found[1:] for one, other in zip(results, found[0]))
 
 
+def test_launches_that_overwrite_q_are_not_replayed(monkeypatch):
+    """A replay may fail after its first launch, and then all launches run."""
+    kept = []
+    monkeypatch.setattr(launch_paged.CACHE, "insert_launch", lambda *arguments: kept.append(arguments))
+    for name, is_kept in (("full", False), ("one sequence", True)):
+        call = CASES[name].build("cpu", torch.bfloat16, seed=1, kernel="hopper")
+        choice = select(PagedProblem.from_call(call), H200)
+        assert (choice.forward.config.decode is None) == is_kept
+        for out, is_expected in (
+            (torch.empty(choice.problem.out_shapes[0], dtype=call.q.dtype), True),
+            (call.q, is_kept),
+        ):
+            kept.clear()
+            with simulate("sm_90", *SCHEDULES[0], sms=2, check=False):
+                ops._launch(choice.forward, call, Forward(out, torch.empty(choice.problem.out_shapes[1])))
+            assert bool(kept) == is_expected
+
+
 def test_what_the_forward_leaves_to_the_portable_kernel():
     cases = {
         "pages of 4": (
@@ -130,9 +156,32 @@ def test_what_the_forward_leaves_to_the_portable_kernel():
         "scale": (replace(PAGED["scale_negative"], news=(50, 1)), {}, "needs a scale above 0"),
         "invariant": (PAGED["mixed"], {"batch_invariant": True}, "one kernel computes every mix"),
         "long keys": (replace(PAGED["mixed"], room=400), {}, "portable.paged splits keys"),
+        "short window": (replace(PAGED["mixed"], left=6), {}, "at least 7 keys before a query; this one has 6"),
     }
     for case, options, words in cases.values():
         choice = select(PagedProblem.from_call(case.build("cpu", torch.bfloat16, **options)), FAKES["H200"])
+        assert choice.forward.kernel.name == "portable.paged"
+        assert words in dict(choice.rejections)["hopper.paged"]
+
+
+def test_a_batch_without_sequences_runs_on_the_portable_kernel():
+    """Its rows belong to no sequence. The forward would read the length of one."""
+    q, pool = torch.zeros(20, 1, 64).half(), torch.zeros(4, 64, 1, 64).half()
+    none = torch.zeros(0, dtype=torch.int32)
+    call = PagedCall(q, pool, pool.clone(), none, torch.zeros(1, dtype=torch.int32), none.view(0, 3), right=0)
+    choice = select(PagedProblem.from_call(call), FAKES["H200"])
+    assert choice.forward.kernel.name == "portable.paged"
+    assert "at least one sequence" in dict(choice.rejections)["hopper.paged"]
+
+
+def test_strides_of_8_bit_caches_that_the_forward_cannot_address():
+    call = FP8_CASES["mixed"].build("cpu", torch.bfloat16)
+    problem = PagedProblem.from_call(call)
+    assert select(problem, H200).forward.kernel.name == "hopper.paged"
+    expanded = call._replace(q=call.q[:, :1].expand_as(call.q))
+    far = replace(problem, strides=(problem.strides[0], (2**34, *problem.strides[1][1:]), problem.strides[2]))
+    for other, words in ((PagedProblem.from_call(expanded), "q is expanded"), (far, "strides of 8-bit keys below")):
+        choice = select(other, H200)
         assert choice.forward.kernel.name == "portable.paged"
         assert words in dict(choice.rejections)["hopper.paged"]
 

@@ -1,9 +1,9 @@
 """Keys and values in a cache, as the producer of a forward loads them: pages of a pool, or rows of a dense cache.
 
 A tile of block_n keys consists of boxes: one for each page in it, or one if a page holds the whole tile. TMA copies a
-box of `box_rows` rows and zeroes those after the sequence's last key. With a left bound it also zeroes those before
-the first key that a query of the sequence sees, unless the box also holds the last key. Rows of free pages therefore
-reach no product.
+box of `box_rows` rows and zeroes those after the sequence's last key. With a left bound it zeroes those before the
+first key that a query of the sequence sees instead, if there are any: a box has at most the rows of a window, so no box
+has both. Rows that no query sees therefore reach no product.
 
 The keys of a page whose id is not in the pool are hidden. Their box, a lost box, is zero, and the producer reports it.
 The producer writes the lost boxes of each stage of K to a word, as bits, which the consumers read.

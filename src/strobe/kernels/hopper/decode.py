@@ -341,7 +341,8 @@ def packed_rows(cu_seqlens, tile, num_keys, shape, traits: gl.constexpr):
     has_rows = (start < stop) & (stop - start <= shape.seqlen_q)
     first_token = gl.where(has_rows, shape.seqlen_q - (stop - start), shape.seqlen_q)
     last_token = (tile.block * traits.block_m + traits.block_m - 1) // traits.group
-    return PackedRows(stop - shape.seqlen_q, first_token, gl.where(last_token < first_token, 0, num_keys))
+    has_rows = has_rows & (last_token >= first_token)  # the last row of a tile may lie after the last token
+    return PackedRows(stop - shape.seqlen_q, first_token, gl.where(has_rows, num_keys, 0))
 
 
 @gluon.jit

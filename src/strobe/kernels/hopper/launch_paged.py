@@ -58,9 +58,9 @@ def run_few(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor
 
 def run_mixed(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tensor]) -> None:
     config = plan.config
-    # A tile that is redone reads q after the first attempt has written out, which may be q itself.
-    is_redone_from_out = t.out.data_ptr() == call.q.data_ptr() and any(one.can_redo for one in config.forwards)
-    if call.q.data_ptr() % ALIGNMENT or is_redone_from_out:
+    overwrites_q = t.out.data_ptr() == call.q.data_ptr()
+    # A tile that is redone reads q after the first attempt has written out.
+    if call.q.data_ptr() % ALIGNMENT or (overwrites_q and any(one.can_redo for one in config.forwards)):
         call, plan = call._replace(q=call.q.clone()), plan._replace(replays=False)
     packs = [traits.pack_gqa > 1 for traits in config.forwards]
     aligned = t._replace(out=addressable(t.out, any(packs)))
@@ -81,7 +81,9 @@ def run_mixed(plan: Plan, call: PagedCall, t: Forward, workspace: dict[str, Tens
         few = plan._replace(problem=of_few(plan.problem), config=config.decode)
         moving, kinds, decode = _decode(few, call, t, workspace)
         launches.append(_start_decode(few, moving, kinds, decode, t))
-    if plan.replays and aligned.out is t.out:
+    # A replay that a later launch refuses is followed by all launches, which would read what the first has written.
+    can_run_twice = len(launches) == 1 or not overwrites_q
+    if plan.replays and aligned.out is t.out and can_run_twice:
         _insert(plan, call, t, workspace, _in_turn(launches))
 
 

@@ -18,6 +18,7 @@ from .forward_config import EARLY, EARLY_KEYS, forward_traits
 from .traits import ForwardTraits, Tuning
 
 MOST_TOKENS = 16  # of a sequence that the decode runs: it is then as fast as memory
+FARTHEST_STRIDE = 4 * 2**32  # bytes, in a cache of 8-bit keys: the kernel multiplies words of 4 bytes in 32 bits
 LEAST_PAGE = 8  # rows after which the swizzle of shared memory repeats
 # Over long sequences, fewer tiles (for each SM) leave SMs without work that could share the keys.
 LEAST_TILES, LONG_CAPACITY = 0.25, 4096
@@ -88,6 +89,8 @@ def prefill_traits(problem: PagedProblem, target: Target, in_copy: bool | None =
     functions = ModFunctions() if problem.mods is None else mod_functions(problem.mods)
     early = widths in EARLY and keys_a_row(like) >= EARLY_KEYS and functions.mask_mod is None
     traits = forward_traits(like, target, _tuning(problem, widths), widths, early)
+    if NO_BOUND != problem.left < traits.block_n and not cache.fp8:
+        cache = cache._replace(most_box_rows=1 << (problem.left + 1).bit_length() - 1)
     return replace(
         traits, cache=cache._replace(in_copy=in_copy), score_mod=functions.score_mod, mask_mod=functions.mask_mod
     )
@@ -138,16 +141,21 @@ def against_prefill(problem: PagedProblem, target: Target) -> str | None:
 def _against_memory(problem: PagedProblem) -> str | None:
     """Why TMA cannot address q and the cache, or None."""
     size, heads = problem.dtype.itemsize, (problem.heads_q, problem.heads_kv, problem.heads_kv)
+    if problem.layout.batch == 0:
+        return "batches of at least one sequence"
     if any(stride * size % ALIGNMENT for stride in problem.strides[0][-3:-1]):
         return f"TMA needs strides of q in multiples of {ALIGNMENT} bytes: copy it, or pad the head dimension"
     entries, rows = entries_of(problem), problem.page_size
-    if problem.cache_dtype == FP8:  # loaded without TMA
-        few_rows = problem.total_q * problem.heads_kv <= MOST_ROWS
-        return None if few_rows else f"at most {MOST_ROWS} rows of q, TMA's limit"
-    sizes = ((problem.total_q,), (entries, rows), (entries, rows))
+    without_tma = problem.cache_dtype == FP8  # K and V
+    sizes = ((problem.total_q,), *[(entries, rows)] * (0 if without_tma else 2))
     for name, lengths, count, strides in zip("qkv", sizes, heads, problem.strides):
         if any(length > 1 and stride == 0 for length, stride in zip((*lengths, count), strides[-len(lengths) - 2 :])):
             return f"TMA needs nonzero strides; {name} is expanded"
+    if without_tma:
+        if max(stride for strides in problem.strides[1:] for stride in strides) >= FARTHEST_STRIDE:
+            return f"strides of 8-bit keys below {FARTHEST_STRIDE} bytes"
+        few_rows = problem.total_q * problem.heads_kv <= MOST_ROWS
+        return None if few_rows else f"at most {MOST_ROWS} rows of q, TMA's limit"
     if 0 in (entries, rows):
         return "caches with keys only"
     apart = rows_apart(problem)
@@ -164,6 +172,8 @@ def _against_tiles(problem: PagedProblem, target: Target) -> str | None:
     by_boxes = page % traits.block_n == 0 or (page >= LEAST_PAGE and traits.block_n % page == 0)
     if not by_boxes and not traits.converts_keys:
         return f"pages of {LEAST_PAGE} keys or more that divide or hold {traits.block_n}; these hold {page}"
+    if not traits.converts_keys and problem.left != NO_BOUND and problem.left + 1 < LEAST_PAGE:
+        return f"windows with at least {LEAST_PAGE - 1} keys before a query; this one has {problem.left}"
     tiles = problem.heads_kv * traits.group * max(1, problem.total_q // traits.block_m)
     if tiles < LEAST_TILES * target.sm_count and problem.capacity >= LONG_CAPACITY and not problem.kernel:
         return f"{tiles} tiles of {traits.block_m} queries for {target.sm_count} SMs; portable.paged splits keys"

@@ -61,6 +61,9 @@ class CacheConstants(NamedTuple):
     v_scale: bool = False
     head_dim: int = 0  # of 8-bit keys
     head_dim_v: int = 0
+    # Keys in a TMA copy, which are at most those of a window. TMA zeroes either the rows before a window or those after
+    # the last key of a sequence, so a copy must not hold both.
+    most_box_rows: int = 256  # TMA's limit
     # whether a launch runs the sequences whose keys have been copied, or the others; None: nothing is copied
     in_copy: bool | None = None
 
@@ -121,7 +124,8 @@ class ForwardTileConstants(TileConstants):
         """Keys that one TMA copy moves. With 8-bit keys, as many as share a page wherever a tile begins."""
         if self.converts_keys:
             return gcd(self.page_size, self.block_n)
-        return min(self.page_size or self.block_n, self.block_n)
+        most = self.block_n if self.cache is None else min(self.block_n, self.cache.most_box_rows)
+        return min(self.page_size or most, most)
 
     @property
     def stages_keys(self) -> bool:
