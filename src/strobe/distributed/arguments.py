@@ -15,7 +15,7 @@ from ..problem.foreign_arguments import no_mask
 from ..problem.mask import NO_BOUND, Mask
 from .attention import attend_plan
 from .mods import Functions, builtin_part
-from .packed import mask_of_offsets, sequences_of
+from .packed import mask_of_offsets
 from .plan import Plan
 
 
@@ -80,8 +80,7 @@ def attend_packed(
         raise UnsupportedProblem("mask of packed sequences with context_parallel: causal, window and mask_mod only")
     call = call._replace(q=call.q[None], k=call.k[None], v=call.v[None])
     documents = mask_of_offsets(plan, offsets[0])
-    if functions.are_any or isinstance(mask, MaskMod):
-        functions = functions._replace(sequences=sequences_of(plan, offsets[0], documents))
+    functions = functions._replace(are_packed=True)
     if mask is None and band == (NO_BOUND, NO_BOUND) and documents.documents is plan.mask.documents:
         return attend(call, plan, band, None, None, functions)[0]  # the plan's mask, as in `attention`
     return attend(call, plan, band, documents if mask is None else documents & mask, None, functions)[0]

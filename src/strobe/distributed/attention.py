@@ -67,9 +67,8 @@ def agree(call: Call, plan: Plan, functions: str = "") -> None:
     """
     text, error = described_error(lambda: _check_local(call, plan))
     mine = {ERROR: text, **_described(call, plan), "functions": functions}
-    key = "agreed", tuple(mine.values())
-    known = any(isinstance(one, tuple) and one[0] == "agreed" for one in plan.prepared)
-    if call.q.is_cuda and (key in plan.prepared or (error is not None and known)):
+    key = tuple(mine.values())
+    if call.q.is_cuda and (key in plan.agreed or (error is not None and plan.agreed)):
         if error is not None:
             raise error
         return
@@ -84,7 +83,8 @@ def agree(call: Call, plan: Plan, functions: str = "") -> None:
         raise error
     if plan.keys_size > 1 and call.batch_invariant:
         raise UnsupportedProblem("batch_invariant with an exchange of keys: use context_parallel(scheme='heads')")
-    plan.prepared[key] = True
+    if call.q.is_cuda:
+        plan.agreed.add(key)
 
 
 def _check_local(call: Call, plan: Plan) -> None:

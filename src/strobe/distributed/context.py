@@ -119,7 +119,6 @@ class ContextParallel:
             mask,
             visible,
             ranks,
-            {},
         )
 
     def _ranks(self, visible: Visible, sizes: Sizes, given: tuple[Runs, ...] | None) -> tuple[Ranks, str, str]:

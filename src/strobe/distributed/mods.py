@@ -20,7 +20,7 @@ from ..mods.mask import MaskMod
 from ..mods.program import INT, Captured, Node, Program
 from ..ops import mods as ops_mods
 from ..problem.call import Call, accumulator
-from ..problem.mask import Mask
+from ..problem.mask import Documents, Mask
 from ..problem.merge import Partial, merge, with_sinks
 from ..problem.mods import Dropout, Mods, ModTexts
 from .group import Transfer
@@ -41,13 +41,20 @@ class Sequences(NamedTuple):
     index: Tensor
     start: Tensor
 
+    @staticmethod
+    def of(documents: Documents) -> Sequences:
+        """Those of a packed tensor's documents. A position outside of every sequence is hidden, so its entries do not
+        matter.
+        """
+        return Sequences(documents.ids_q[0].clamp(min=0), documents.spans_q[0, :, 1].contiguous())
+
 
 class Functions(NamedTuple):
     """The custom score and the dropout of a call."""
 
     score: object = None  # a score_mod, or None
     dropout: Dropout | None = None
-    sequences: Sequences | None = None
+    are_packed: bool = False  # of packed sequences: they get a position's sequence and its place there
 
     @property
     def are_any(self) -> bool:
@@ -111,8 +118,11 @@ def moved(text: str, first: int, tensors: int | None = None) -> str:
     return program._replace(nodes=tuple(nodes), outputs=outputs, numbers=numbers, tensors=captured).text
 
 
-def _placed(call: Call, offsets: tuple[int, int, int], plan: Plan, sequences: Sequences | None = None) -> Call:
+def _placed(call: Call, offsets: tuple[int, int, int], plan: Plan, are_packed: bool) -> Call:
     """The call with positions and heads from these on: offsets of heads, rows and keys."""
+    documents, sequences = plan.mask.documents, None
+    if are_packed and documents is not None:
+        sequences = plan.keep("sequences", lambda: Sequences.of(documents))
     mods = call.mods or Mods(ModTexts())
     numbers = len(mods.score_numbers), len(mods.score_numbers), len(mods.mask_numbers)
     tensors = len(mods.score_tensors), len(mods.score_tensors), len(mods.mask_tensors)
@@ -146,7 +156,7 @@ def attend_mods(call: Call, plan: Plan, mask: Mask | None, functions: Functions)
     else:
         inner = call._replace(q=q, k=k, v=v, sinks=sinks).with_mask(plan.mask)
         bound = ops_mods.bind(inner, functions.score, mask, functions.dropout, is_part=True)
-        out = ops_mods.run(_placed(bound, (head, 0, 0), plan, functions.sequences))[0]
+        out = ops_mods.run(_placed(bound, (head, 0, 0), plan, functions.are_packed))[0]
     return LeaveHeads.apply(plan, out) if plan.heads_size > 1 else out
 
 
@@ -162,7 +172,7 @@ def _over_keys(call: Call, plan: Plan, mask: Mask | None, functions: Functions, 
         )
         part = part.with_mask(mask_of(piece, plan.mask))
         bound = ops_mods.bind(part, functions.score, mask, functions.dropout, is_part=True)
-        placed = _placed(bound, (head, piece.rows[0], piece.keys[0]), plan, functions.sequences)
+        placed = _placed(bound, (head, piece.rows[0], piece.keys[0]), plan, functions.are_packed)
         found.append((rows, ops_mods.run(placed)[:2]))
     if not found:  # zeros that depend on the tensors: the backward of each rank must exchange gradients
         return q.new_zeros((*q.shape[:3], v.shape[3])) + sum(t[:, :0].sum() for t in (q, k, v))

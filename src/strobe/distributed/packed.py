@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
 from ..errors import wrong_type
 from ..problem.mask import Documents, Mask, as_int32
-from .mods import Sequences
 from .plan import Plan
 
 
@@ -28,7 +25,7 @@ def documents_of(cu_seqlens: Tensor, seqlen: int) -> Mask:
 
 def mask_of_offsets(plan: Plan, cu_seqlens: Tensor) -> Mask:
     """The documents of these offsets. Those of `plan_varlen` are kept, and so is what the plan read of them."""
-    kept = plan.prepared.get(_key(cu_seqlens)) if isinstance(cu_seqlens, Tensor) else None
+    kept = plan.offsets.get(_key(cu_seqlens)) if isinstance(cu_seqlens, Tensor) else None
     if kept is None:
         documents = documents_of(cu_seqlens, plan.sizes.seqlen)
         remember_offsets(plan, cu_seqlens, documents)
@@ -36,24 +33,12 @@ def mask_of_offsets(plan: Plan, cu_seqlens: Tensor) -> Mask:
     return kept[1]
 
 
-def sequences_of(plan: Plan, cu_seqlens: Tensor, documents: Mask) -> Sequences:
-    """The tables in which functions of scores look up a position's sequence. A position outside of every sequence is
-    hidden, so its entry does not matter.
-    """
-
-    def made() -> Sequences:
-        index = cast("Documents", documents.documents).ids_q[0].clamp(min=0)
-        return Sequences(index, as_int32(cu_seqlens)[index.long()] if len(cu_seqlens) else index)
-
-    return plan.keep(("sequences", *_key(cu_seqlens)), made)
-
-
 def remember_offsets(plan: Plan, cu_seqlens: Tensor, documents: Mask) -> None:
-    plan.prepared[_key(cu_seqlens)] = cu_seqlens, documents  # the tensor too, so that its id stays its own
+    plan.offsets[_key(cu_seqlens)] = cu_seqlens, documents  # the tensor too, so that its id stays its own
 
 
 def _key(cu_seqlens: Tensor) -> tuple:
-    return "offsets", id(cu_seqlens), version_of(cu_seqlens)
+    return id(cu_seqlens), version_of(cu_seqlens)
 
 
 def version_of(tensor: Tensor) -> int:

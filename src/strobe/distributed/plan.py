@@ -23,7 +23,7 @@ from .runs import Run, Runs, cut, layers, offset, overlap, size, union, without
 from .visible import Visible, imbalance
 
 LINK, PEAK = 350e9, 700e12  # bytes/s of NVLink and FLOP/s of a forward on one H200, for `explain`
-MOST_PREPARED = 256  # masks, index tensors and agreements that a plan keeps
+MOST_MASKS = 128  # that a plan keeps beside its own
 WIDTH = 64  # characters of the picture in `explain`
 
 
@@ -79,9 +79,14 @@ class Plan:
     mask: Mask = field(compare=False, repr=False)
     visible: Visible = field(compare=False, repr=False)
     ranks: Ranks = field(compare=False, repr=False)
-    prepared: dict[Any, Any] = field(compare=False, repr=False)  # masks, index tensors and calls, shared by `for_mask`
 
-    number: int = field(compare=False, repr=False, default_factory=lambda: next(NUMBERS))  # in this process
+    # What this process keeps; a plan made by `for_mask` starts without it. `masks`, the oldest first, and `agreed`, the
+    # calls that ranks have compared, are the same on all ranks, which make the same calls. The others may differ.
+    number: int = field(init=False, compare=False, repr=False, default_factory=lambda: next(NUMBERS))
+    masks: dict[tuple, Plan] = field(init=False, compare=False, repr=False, default_factory=dict)
+    agreed: set[tuple[str, ...]] = field(init=False, compare=False, repr=False, default_factory=set)
+    offsets: dict[tuple, tuple[Tensor, Mask]] = field(init=False, compare=False, repr=False, default_factory=dict)
+    prepared: dict[Any, Any] = field(init=False, compare=False, repr=False, default_factory=dict)  # see `keep`
 
     def __post_init__(self) -> None:
         PLANS[self.number] = self
@@ -133,21 +138,26 @@ class Plan:
 
     def for_mask(self, mask: Mask) -> Plan:
         """The plan of another mask over the same rows, for models whose layers have different masks. Reads the mask's
-        tensors the first time."""
+        tensors the first time. Of all masks the newest 128 are kept."""
         if not isinstance(mask, Mask):
             raise wrong_type("mask", mask, "a strobe mask", "make one with strobe.causal(), strobe.window(), ...")
         key = mask_key(mask)
         if key == mask_key(self.mask):
             return self
-        found = self.prepared.get(key)
-        if found is None:
+        if key not in self.masks:
             visible, needs, fingerprint = read(mask, self.sizes.seqlen, self.groups)
-            read_of = {"mask": mask, "visible": visible, "needs": needs, "fingerprint": fingerprint}
-            found = replace(self, **read_of, prepared={}, number=next(NUMBERS))
-            if len(self.prepared) >= MOST_PREPARED:
-                self.prepared.clear()
-            self.prepared[key] = found
-        return found
+            self.masks[key] = replace(self, mask=mask, visible=visible, needs=needs, fingerprint=fingerprint)
+            if len(self.masks) > MOST_MASKS:
+                self._drop_oldest_mask()
+        return self.masks[key]
+
+    def _drop_oldest_mask(self) -> None:
+        """And the offsets of packed sequences whose documents are in no mask that stays."""
+        del self.masks[next(iter(self.masks))]
+        kept = {id(plan.mask.documents) for plan in (self, *self.masks.values())}
+        for key, (_, documents) in list(self.offsets.items()):
+            if id(documents.documents) not in kept:
+                del self.offsets[key]
 
     # ------------------------------------------------------------ what the schemes need
 
