@@ -98,7 +98,7 @@ def attend_shards(tensors: list[Tensor], plan: Plan, has_sinks: bool, **options:
 
 def difference(a: Result, b: Result) -> float:
     pairs = zip((a.out, *a.gradients), (b.out, *b.gradients))
-    return max(float((x - y).abs().max()) if x.numel() else 0.0 for x, y in pairs)
+    return float(torch.stack([(x - y).abs().max().double() for x, y in pairs if x.numel()] or [torch.zeros(())]).max())
 
 
 def cases(each: int) -> Iterator[tuple[str, str, int, bool, dict]]:

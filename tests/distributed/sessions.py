@@ -40,6 +40,7 @@ def session(rank: int, folder: str, world: int, is_whole: bool) -> None:
     each = 1 if is_whole else EACH[world]
     divided.run_cases(divided.ways(), found, each)
     _few_rows(found)
+    _unseen(found)
     _given(found)
     _runs(found)
     _wrong(found)
@@ -72,6 +73,23 @@ def _few_rows(found: Found) -> None:
             tensors = divided.inputs(seqlen, 4, seqlen)
             ours = divided.attend_shards(tensors, plan, True)
             found[f"few: {way}, {seqlen} rows"] = divided.difference(ours, divided.attend(tensors, True, causal=True))
+
+
+def _unseen(found: Found) -> None:
+    """A row that sees no key lies between rows with keys of two ranks. New memory holds NaN."""
+    halves = torch.arange(16, dtype=torch.int32).expand(2, -1) // 8
+    ids = halves.clone()
+    ids[:, 9] = ids[:, 12:] = 0
+    ids[:, 11] = -1
+    mask, tensors = strobe.documents(ids, halves), divided.inputs(16, 3, 2)
+    whole = divided.attend(tensors, False, mask=mask)
+    torch.use_deterministic_algorithms(True)  # torch then fills new memory
+    try:
+        for way, settings in divided.WAYS.items():
+            plan = context_parallel(**settings).plan(mask, seqlen=16, heads_q=HEADS, heads_kv=3)
+            found[f"unseen: {way}"] = divided.difference(divided.attend_shards(tensors, plan, False), whole)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _runs(found: Found) -> None:

@@ -47,7 +47,7 @@ def test_every_mask_gives_what_one_process_gives(way, found):
     assert {name: error for name, error in part.items() if not error < EXACT} == {}
 
 
-@pytest.mark.parametrize("start", ["few", "packed", "other mask", "given", "runs"])
+@pytest.mark.parametrize("start", ["few", "unseen", "packed", "other mask", "given", "runs"])
 def test_other_calls_give_what_one_process_gives(start, found):
     assert {name: error for name, error in _of(found, f"{start}: ").items() if not error < EXACT} == {}
 

@@ -224,7 +224,8 @@ class Rows:
     def forward(self, head_dim_v: int) -> tuple[Tensor, Tensor]:
         """out and lse of the rows."""
         q, sinks, pieces, dtype = self.q, self.sinks, self.pieces, accumulator(self.q.dtype)
-        allocate = torch.empty if pieces.are_all_rows(self.plan.own_rows) else torch.zeros
+        # merging a piece keeps what out holds in a row that has seen no key
+        allocate = torch.empty if pieces.rows_once and pieces.are_all_rows(self.plan.own_rows) else torch.zeros
         out = allocate((*q.shape[:3], head_dim_v), dtype=q.dtype if pieces.rows_once else dtype, device=q.device)
         shape = q.shape[0], q.shape[2], q.shape[1]
         if pieces.rows_once:
