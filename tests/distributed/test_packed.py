@@ -88,3 +88,25 @@ def test_the_plans_own_offsets_stay_and_those_of_old_steps_do_not(alone):
     gc.collect()
     assert oldest() is None and newest() is not None
     assert torch.equal(attend(first), causal)
+
+
+@pytest.mark.parametrize("makes_plan", [True, False])
+def test_offsets_written_in_inference_mode_are_read_again(makes_plan, alone):
+    """Tensors made in inference mode have no version, which tells other contents of a tensor."""
+    with torch.inference_mode():
+        cu_seqlens = _offsets(*FIRST)
+        plan, qkv = _planned(cu_seqlens if makes_plan else _offsets(0, SEQLEN))
+        for numbers in (FIRST, [0, 11, 20, SEQLEN], FIRST):
+            cu_seqlens.copy_(_offsets(*numbers))
+            options = {"cu_seqlens_q": cu_seqlens, "causal": True}
+            found = strobe.attention_varlen(*qkv, context_parallel=plan, **options)
+            torch.testing.assert_close(found, strobe.attention_varlen(*qkv, **options), atol=1e-6, rtol=1e-5)
+
+
+def test_the_plans_offsets_take_its_mask_in_inference_mode(alone):
+    with torch.inference_mode():
+        cu_seqlens = _offsets(*FIRST)
+        plan, qkv = _planned(cu_seqlens)
+        found = strobe.attention_varlen(*qkv, cu_seqlens_q=cu_seqlens, context_parallel=plan)
+        whole = strobe.attention_varlen(*qkv, cu_seqlens_q=cu_seqlens, causal=True)
+    torch.testing.assert_close(found, whole, atol=1e-6, rtol=1e-5)

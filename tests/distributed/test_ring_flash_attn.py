@@ -137,6 +137,16 @@ def test_offsets_that_do_not_ascend_from_0_are_refused(offsets, alone):
         ring.llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 1)
 
 
+def test_offsets_written_in_inference_mode_are_read_again(alone):
+    with torch.inference_mode():
+        q, offsets = torch.randn(8, 2, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+        for middle in (3, 6):
+            offsets[1] = middle
+            whole = strobe.attention_varlen(q, q, q, cu_seqlens_q=offsets, causal=True)
+            found = ring.ring_flash_attn_varlen_func(q, q, q, offsets, 8, causal=True)
+            torch.testing.assert_close(found, whole, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is None, reason=original.NO_RING)
 def test_signatures_are_those_of_the_library(tmp_path):
     together(_signatures, tmp_path, tmp_path, world=1)

@@ -41,6 +41,8 @@ def _key(cu_seqlens: Tensor) -> tuple:
     return id(cu_seqlens), version_of(cu_seqlens)
 
 
-def version_of(tensor: Tensor) -> int:
-    """A number that changes when the tensor is written to. Inference tensors have none."""
-    return 0 if tensor.is_inference() else tensor._version
+def version_of(tensor: Tensor) -> int | tuple[int, ...]:
+    """What changes when other numbers are written to the tensor. Inference tensors have no version: theirs are their
+    numbers, and reading them waits for the device.
+    """
+    return tuple(tensor.flatten().tolist()) if tensor.is_inference() else tensor._version

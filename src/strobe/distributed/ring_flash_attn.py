@@ -17,6 +17,7 @@ UnsupportedProblem.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -266,7 +267,7 @@ def _read(cu_seqlens: Tensor) -> list[int]:
 
 
 @lru_cache(64)
-def _documents(cu_seqlens: Tensor, version: int, layout: str, ranks: int) -> tuple[Mask, tuple[Runs, ...], int]:
+def _documents(cu_seqlens: Tensor, version: Hashable, layout: str, ranks: int) -> tuple[Mask, tuple[Runs, ...], int]:
     """The documents of local offsets as a mask, the rows of each process, and the rows of all."""
     offsets = [ranks * offset for offset in _read(cu_seqlens)]
     held: list[list[Run]] = [[] for _ in range(ranks)]
