@@ -39,6 +39,16 @@ def _gathered_by_two(ring, rank, q, k, v):
     return ring.llama3_flash_attn_varlen_func(q, k, v, *planned, heads_k_stride=2, local_k_slice=keys)
 
 
+def _gathered_in_a_window(offsets, window, causal):
+    def run(ring, rank, q, k, v):
+        *planned, keys = ring.llama3_flash_attn_prepare_cu_seqlens(offsets, causal, rank, WORLD)
+        return ring.llama3_flash_attn_varlen_func(
+            q, k, v, *planned, heads_k_stride=1, local_k_slice=keys, causal=causal, window_size=window
+        )
+
+    return run
+
+
 # name: packed, how tokens are shared out, options of the call of one process, the call of a process
 CASES = {
     name: (packed, share, {"causal": causal}, call) for name, (packed, share, causal, call) in original.CASES.items()
@@ -51,6 +61,12 @@ for _layout, _share in (("ring", original._halves), ("zigzag", original._zigzag)
     CASES[f"{_layout} kv"] = False, _share, {"causal": True}, _kvpacked(f"{_prefix}_flash_attn_kvpacked_func")
     CASES[f"{_layout} qkv"] = False, _share, {"causal": True}, _qkvpacked(f"{_prefix}_flash_attn_qkvpacked_func")
 CASES["gathered packed, all keys"] = True, original._halves, {}, _gathered_by_two
+for _numbers in ([0, 96], [0, 20, 20, 70, 96], [0, 48, 96]):  # 22 and 48 rows follow a process's last in its document
+    for _window, _causal in (((2, 3), False), ((5, -1), False), ((-1, 4), False), ((3, 40), False), ((6, 0), True)):
+        _offsets = torch.tensor(_numbers, dtype=torch.int32)
+        _options = {"cu_seqlens_q": _offsets, "window": _window, "causal": _causal}
+        _call = _gathered_in_a_window(_offsets, _window, _causal)
+        CASES[f"gathered packed {_numbers}, window {_window}"] = True, original._halves, _options, _call
 
 
 def _inputs(packed):
@@ -80,7 +96,7 @@ def test_two_processes_give_what_one_gives(name, parts):
     *qkv, dout = _inputs(packed)
     leaves = [t.requires_grad_() for t in qkv]
     if packed:
-        out = strobe.attention_varlen(*leaves, cu_seqlens_q=OFFSETS, **options)
+        out = strobe.attention_varlen(*leaves, **{"cu_seqlens_q": OFFSETS, **options})
     else:
         out = strobe.attention(*leaves, **options)
     for index, whole in enumerate((out.detach(), *torch.autograd.grad(out, leaves, dout))):

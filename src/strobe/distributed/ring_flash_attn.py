@@ -29,7 +29,8 @@ from torch import Tensor
 from ..compat.signatures import Setting, refuse, unpacked
 from ..errors import InvalidProblem
 from ..interface.attention import attention, attention_varlen
-from ..problem.mask import Mask, documents
+from ..problem.keywords import band
+from ..problem.mask import NO_BOUND, Mask, documents
 from . import ContextParallel, Plan, context_parallel
 from .gather import gather_rows
 from .packed import version_of
@@ -149,7 +150,8 @@ def llama3_flash_attn_varlen_func(
     >>> dist.destroy_process_group()
 
     q, k, v [local rows, H, D]: equal parts of all documents together. Keys of all processes are gathered,
-    heads_k_stride heads at a time. Nothing is read on the host.
+    heads_k_stride heads at a time. Nothing is read on the host. With a window, a document that goes on after the last
+    local row is a call of its own.
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     options = Setting(softmax_scale, causal, window_size, None, deterministic).plain()
@@ -160,21 +162,42 @@ def llama3_flash_attn_varlen_func(
         raise InvalidProblem("v", f"{v.shape[1]} heads", f"k's {heads_kv} heads", "give k and v the same heads")
     if heads_k_stride < 1 or heads_kv % heads_k_stride:
         raise InvalidProblem("heads_k_stride", heads_k_stride, f"a divisor of {heads_kv} key heads", "pass 1")
+    ahead = local_k_slice.stop - (dist.get_rank(group) + 1) * q.shape[0]
+    parts = _window_parts(cu_seqlens_q, cu_seqlens_k, band(options.causal, options.window), ahead)
     outs = []
     for head in range(0, heads_kv, heads_k_stride):
         some = slice(head, head + heads_k_stride)
         keys, values = (gather_rows(t[:, some], group)[local_k_slice] for t in (k, v))
         queries = q[:, head * groups : (head + heads_k_stride) * groups]
-        outs.append(
+        found = [
             attention_varlen(
                 queries, keys, values,
-                cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k,
                 max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-                causal=options.causal, window=options.window, scale=options.scale,
-                deterministic=options.deterministic or None,
+                window=window, scale=options.scale, deterministic=options.deterministic or None,
             )
-        )  # fmt: skip
+            for offsets_q, offsets_k, window in parts
+        ]  # fmt: skip
+        outs.append(found[0] if len(found) == 1 else found[0] + found[1])  # a row outside of a part's documents is 0
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+def _window_parts(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, window: tuple[int, int], ahead: int
+) -> list[tuple[Tensor, Tensor, tuple[int, int]]]:
+    """The calls for a process's documents: offsets of rows, offsets of keys, and window.
+
+    ahead: how many keys of the last document follow the process's last row. The window of a call counts from the last
+    key. So the last document's keys end with the last that this row sees, and its window moves by as many.
+    """
+    if ahead <= 0 or window == (NO_BOUND, NO_BOUND):
+        return [(cu_seqlens_q, cu_seqlens_k, window)]
+    left, right = window
+    seen = ahead if right == NO_BOUND else min(right, ahead)
+    moved = left if left == NO_BOUND else left + seen, right if right == NO_BOUND else right - seen
+    keys = torch.cat([cu_seqlens_k[-2:-1], cu_seqlens_k[-1:] - (ahead - seen)])
+    before = [(cu_seqlens_q[:-1], cu_seqlens_k[:-1], window)] if len(cu_seqlens_q) > 2 else []
+    return [*before, (cu_seqlens_q[-2:], keys, moved)]
 
 
 # ---------------------------------------------------------------- q, k and v in one tensor
