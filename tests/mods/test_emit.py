@@ -14,10 +14,11 @@ from strobe.mods import emit
 from strobe.mods.score import ScoreMod
 
 
-def test_emitted_functions_compute_what_evaluate_does():
+@pytest.mark.parametrize("module", ("emitted", "emitted_arithmetic"))
+def test_emitted_functions_compute_what_torch_does(module):
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.mods.emitted"],
+        [sys.executable, "-m", f"tests.mods.{module}"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -82,3 +83,16 @@ def test_values_are_computed_before_their_first_use():
     assert any("dscore * (0.5)" in line for line in lines[first:second])
     returned = lines[-1].removeprefix("return ")
     assert lines[-2].startswith(f"{returned} = dscore * ")
+
+
+def test_sums_and_products_of_bools_are_or_and_and():
+    """A kernel adds bools modulo 2. numpy, and so Triton's interpreter, does not."""
+    program = lambda function: strobe.mask_mod(function).bind().text
+    either = program(lambda b, h, q, k: (q >= k) | (k < 4))
+    for sum_of in (torch.add, torch.maximum, lambda x, y: x + y):
+        assert program(lambda b, h, q, k, f=sum_of: f(q >= k, k < 4)) == either
+    both = program(lambda b, h, q, k: (q >= k) & (k < 4))
+    for product in (torch.mul, torch.minimum, lambda x, y: x * y):
+        assert program(lambda b, h, q, k, f=product: f(q >= k, k < 4)) == both
+    score = strobe.score_mod(lambda s, b, h, q, k: s + ((q >= k) + (k < 4)) * 1.0)
+    assert " | " in emit.forward_text(score.bind(False).text)

@@ -21,11 +21,11 @@ PARTS, OF_A_PART = 50, 100  # of the nightly run: calls of a part
 # ---------------------------------------------------------------- trees from bytes
 
 _INTEGER_LEAVES = ("b", "h", "q", "k", "q", "k", *range(-3, 13))
-_INTEGER_NODES = ("add", "sub", "mul", "floordiv", "mod", "min", "max", "neg", "abs", "table")
+_INTEGER_NODES = ("add", "sub", "mul", "floordiv", "mod", "min", "max", "neg", "abs", "hash", "table")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _SCORE_LEAVES = ("score", "float", "position", "row", "key", "scalar", "grid", "score")
 _SCORE_BINARY = ("add", "sub", "mul", "minimum", "maximum")
-_SCORE_UNARY = ("tanh", "sin", "abs", "sigmoid", "exp", "gelu", "softplus", "neg", "square")
+_SCORE_UNARY = ("tanh", "sin", "abs", "sigmoid", "exp", "gelu", "softplus", "neg", "square", "fifth", "round")
 
 
 class Reader:
@@ -41,13 +41,13 @@ class Reader:
         if depth == 0 or self.choose((True, False, True)):
             return self.choose(_INTEGER_LEAVES)
         name = self.choose(_INTEGER_NODES)
-        count = 1 if name in ("neg", "abs", "table") else 2
+        count = 1 if name in ("neg", "abs", "hash", "table") else 2
         return name, *[self.integer(depth - 1) for _ in range(count)]
 
     def mask(self, depth: int = 2):
         if depth == 0 or self.choose((True, False)):
             return self.choose(_COMPARISONS), self.integer(), self.integer()
-        name = self.choose(("and", "or", "xor", "not"))
+        name = self.choose(("and", "or", "xor", "not", "plus", "times"))
         return name, *[self.mask(depth - 1) for _ in range(1 if name == "not" else 2)]
 
     def score(self, depth: int = 3):
@@ -58,7 +58,9 @@ class Reader:
             if name == "float":
                 return name, self.choose(range(-16, 17)) / 8
             return name, self.integer(), *([] if name == "position" else [self.integer()])
-        name = self.choose((*_SCORE_BINARY, *_SCORE_UNARY, "where", "where"))
+        name = self.choose((*_SCORE_BINARY, *_SCORE_UNARY, "where", "where", "power"))
+        if name == "power":
+            return name, self.score(depth - 1), self.integer()
         if name == "where":
             return name, self.mask(1), self.score(depth - 1), self.score(depth - 1)
         return name, *[self.score(depth - 1) for _ in range(2 if name in _SCORE_BINARY else 1)]
@@ -80,9 +82,11 @@ _INTEGER = {
     "max": torch.maximum,
     "neg": lambda a: -a,
     "abs": torch.abs,
+    "hash": lambda a: (a.long() * 2654435761).int() % 97,  # wraps around
 }
 _COMPARE = {name: getattr(torch, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
 _BOOLEAN = {"and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "not": lambda a: ~a}
+_BOOLEAN |= {"plus": lambda a, b: a + b, "times": lambda a, b: a * b}
 _SCORE = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -98,6 +102,8 @@ _SCORE = {
     "softplus": torch.nn.functional.softplus,
     "neg": lambda a: -a,
     "square": lambda a: torch.tanh(a) ** 2,
+    "fifth": lambda a: torch.tanh(a) ** 5,
+    "round": lambda a: torch.round(a * 2),
 }
 
 
@@ -149,6 +155,8 @@ def _score(tree, score, at, held):
         return getattr(held, name)[first % (ROWS if name == "row" else KEYS)] + score * 0
     if name == "where":
         return torch.where(_seen(parts[0], at, held), *(_score(part, score, at, held) for part in parts[1:]))
+    if name == "power":
+        return torch.tanh(_score(parts[0], score, at, held)) ** (_integer(parts[1], at, held) % 5)
     return _SCORE[name](*(_score(part, score, at, held) for part in parts))
 
 
@@ -256,6 +264,7 @@ def test_trees_cover_every_operation():
         *_SCORE,
         "table",
         "where",
+        "power",
         "row",
         "key",
         "scalar",

@@ -13,6 +13,7 @@ is computed once a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,9 +48,9 @@ _UNARY = {
     "floor": "tl.floor({0})",
     "ceil": "tl.ceil({0})",
     "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))",
-    # half to even
-    "round": "(tl.floor({0} + 0.5) - tl.where((({0} - tl.floor({0})) == 0.5) & "
-    "((tl.floor({0} + 0.5) * 0.5) != tl.floor(tl.floor({0} + 0.5) * 0.5)), 1.0, 0.0))",
+    # half to even: the fraction is exact, and 0 for numbers from 2^23 on
+    "round": "(tl.floor({0}) + tl.where(({0} - tl.floor({0}) > 0.5) | (({0} - tl.floor({0}) == 0.5) & "
+    "(tl.floor(tl.floor({0}) * 0.5) * 2.0 != tl.floor({0}))), 1.0, 0.0))",
 }
 _BINARY = {
     "add": "{0} + {1}",
@@ -67,7 +68,6 @@ _BINARY = {
     "ge": "{0} >= {1}",
     "eq": "{0} == {1}",
     "ne": "{0} != {1}",
-    "pow": "tl.exp2({1} * tl.log2({0}))",
 }
 
 
@@ -261,9 +261,28 @@ def _words(node: Node, args: list[str], program: Program, places: _Places, range
         sign = "<" if node.op == "min" else ">"
         keep = f"({args[0]} {sign} {args[1]}) | ({args[0]} != {args[0]})" if node.kind == FLOAT else None
         return f"tl.where({keep or f'{args[0]} {sign} {args[1]}'}, {args[0]}, {args[1]})"
+    if node.op == "pow":
+        return _power(args[0], args[1], program.nodes[node.args[1]])
     if node.op in ("floordiv", "mod", "fmod"):
         return _division(node, args, ranges, program.nodes[node.args[1]])
     return (_UNARY.get(node.op) or _BINARY[node.op]).format(*args)
+
+
+def _power(x: str, y: str, exponent: Node) -> str:
+    """torch.pow: 1 where y is 0 or x is 1. Where x is negative it has the sign of an odd y, and is NaN if y is no
+    integer.
+    """
+    log2 = f"tl.log2(tl.abs({x}))"
+    if exponent.op == "const" and math.isfinite(exponent.constant) and exponent.constant:
+        power = f"tl.exp2({y} * {log2})"
+        if exponent.constant % 2 == 0:
+            return power
+        negative = f"-{power}" if exponent.constant % 2 == 1 else 'float("nan")'
+        return f"tl.where({x} < 0, {negative}, {power})"
+    power = f"tl.exp2({y} * tl.where(tl.abs({x}) == 1, 0.0, {log2}))"
+    signed = f"tl.where(tl.floor({y} * 0.5) * 2.0 != {y}, -{power}, {power})"
+    negative = f'tl.where(tl.floor({y}) != {y}, float("nan"), {signed})'
+    return f"tl.where({y} == 0, 1.0, tl.where({x} < 0, {negative}, {power}))"
 
 
 def _length(offsets: str) -> str:

@@ -259,6 +259,7 @@ class Builder:
     def binary(self, op: str, a: int, b: int, kind: str) -> int:
         """An operation of two values that are first converted to `kind`."""
         a, b = self.cast(a, kind), self.cast(b, kind)
+        op = _OF_BOOLS.get(op, op) if kind == BOOL else op
         x, y = self.value(a), self.value(b)
         if x is not None and y is not None:
             folded = _fold(op, x, y, kind)
@@ -374,6 +375,9 @@ def inverted(a: Program) -> Program:
     return builder.program([builder.unary("not", builder.insert(a)[0])])
 
 
+# torch's sum of bools is "or", their product "and". Kernels add bools modulo 2.
+_OF_BOOLS = {"add": "or", "max": "or", "mul": "and", "min": "and"}
+
 _COMPARE: dict[str, Callable[[Value, Value], bool]] = {
     "lt": lambda x, y: x < y,
     "le": lambda x, y: x <= y,
@@ -398,9 +402,17 @@ def _fold(op: str, x: Value, y: Value, kind: str) -> Value | None:
             "sub": lambda: x - y,
             "mul": lambda: x * y,
             "div": lambda: x / y,
-            "pow": lambda: float(x) ** float(y) if x > 0 else None,
+            "pow": lambda: _power(x, y),
         }.get(op, lambda: None)()
     except OverflowError:
         return None
     inside = kind == FLOAT or result is None or -(2**31) <= result < 2**31
     return result if inside else None
+
+
+def _power(x: Value, y: Value) -> float:
+    """torch.pow of finite numbers."""
+    try:
+        return math.pow(x, y)
+    except ValueError:  # 0 to a negative power, or a negative number to one that is not an integer
+        return math.inf if x == 0 else math.nan

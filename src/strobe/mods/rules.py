@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import reduce
 from typing import Any, NamedTuple
 
 from .program import BOOL, COMPARISONS, FLOAT, Builder
@@ -23,6 +22,7 @@ class Number(NamedTuple):
     value: int | float | bool
 
 
+MOST_MULTIPLIED = 64  # the largest exponent of a power that is written as products
 SAME = ("detach", "clone", "alias", "lift_fresh_copy", "lift_fresh", "contiguous")
 
 # ---------------------------------------------------------------- rules: (builder, kind, arguments, keywords) -> node
@@ -98,15 +98,34 @@ def _clamped(low: int | None, high: int | None) -> Rule:
 def _power(p: Builder, kind: str, a: list, _: Mapping[str, Any]) -> int:
     x, y = _as_node(p, a[0]), _as_node(p, a[1])
     exponent = p.value(y)
-    if exponent in (0, 1, 2, 3, 4) and exponent is not None:
-        x = p.cast(x, kind)
-        return reduce(lambda m, _: p.binary("mul", m, x, kind), range(int(exponent)), p.const(1, kind))
+    least = -MOST_MULTIPLIED if kind == FLOAT else 0
+    if exponent is not None and least <= exponent <= MOST_MULTIPLIED and exponent == int(exponent):
+        power = _multiplied(p, p.cast(x, kind), abs(int(exponent)), kind)
+        return power if exponent >= 0 else p.div(p.const(1.0), power)
     if kind != FLOAT:
-        raise Refused("raises integers to a power that is not 0 to 4", "pow")
-    if exponent in (0.5, -0.5, -1):
-        x = p.cast(x, FLOAT)
-        return p.div(p.const(1.0), x) if exponent == -1 else p.unary("sqrt" if exponent == 0.5 else "rsqrt", x)
+        raise Refused(f"raises integers to a power that is not a constant from 0 to {MOST_MULTIPLIED}", "pow")
+    if exponent in (0.5, -0.5):
+        return p.unary("sqrt" if exponent == 0.5 else "rsqrt", p.cast(x, FLOAT))
     return p.binary("pow", x, y, FLOAT)
+
+
+def _multiplied(p: Builder, x: int, exponent: int, kind: str) -> int:
+    """x to the power of an integer >= 0, by squares."""
+    power = p.const(1, kind)
+    while exponent:
+        power = p.binary("mul", power, x, kind) if exponent & 1 else power
+        x, exponent = p.binary("mul", x, x, kind), exponent >> 1
+    return power
+
+
+def _rounded(op: str) -> Rule:
+    def rule(p: Builder, kind: str, a: list, given: Mapping[str, Any]) -> int:
+        if given.get("decimals", a[1] if len(a) > 1 else Number(0)) != Number(0):
+            raise Refused("rounds to a number of decimals", op)
+        x = p.cast(_as_node(p, a[0]), kind)
+        return p.unary(op, x) if kind == FLOAT else x
+
+    return rule
 
 
 def _sign(p: Builder, kind: str, a: list, _: Mapping[str, Any]) -> int:
@@ -190,9 +209,10 @@ RULES: dict[str, Rule] = {
         name: _unary(name)
         for name in (
             "neg", "abs", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh",
-            "sigmoid", "erf", "floor", "ceil", "trunc", "round",
+            "sigmoid", "erf",
         )
     },
+    **{name: _rounded(name) for name in ("floor", "ceil", "trunc", "round")},
     **{name: _compare(name) for name in COMPARISONS},
     **{
         name: _binary(op)
