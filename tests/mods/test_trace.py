@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import strobe
+from strobe.mods import emit
 from strobe.mods.cache import TRACES
 from strobe.mods.evaluate import evaluate
 from strobe.mods.intervals import ALWAYS, NEVER, Interval, bounds
@@ -279,3 +280,61 @@ def test_writes_in_place_to_the_tensor_that_is_read_are_traced():
 
     plain = _bind(lambda score, b, h, q_idx, kv_idx: score * 3 + 1)[0]
     assert _bind(function)[0].trace.program.text == plain.trace.program.text
+
+
+def _bounds_of(function, q, k) -> Interval:
+    """The interval of a function of positions."""
+    program = _bind(lambda s, b, h, q_idx, k_idx: s + function(q_idx, k_idx))[0].trace.program
+    at = {"q": Interval(*q), "k": Interval(*k), "score": Interval(0, 0)}
+    return bounds(program, at)[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        lambda q, k: (q.long() * k.long() * 4).int(),
+        lambda q, k: (k.long() * 2654435761).int(),
+        lambda q, k: -((k.long() * 2654435761).int() % 100),
+        lambda q, k: q * k * 4,
+        lambda q, k: (q.long() * k.long()) * (q.long() * k.long()),
+        lambda q, k: (q.float() * 1e9).int(),
+        lambda q, k: torch.floor(q * 0.29) * 10,
+        lambda q, k: (q * 0.29).int() * 10,
+        lambda q, k: (q * 0.29 - 18.85).int() * 10,
+        lambda q, k: (q.float() * 0.1 % 1.3) * 10,
+        lambda q, k: (q.clamp(min=65) * 2**25).abs(),
+        lambda q, k: (q.float() * 1e30 * 1e30) * torch.where(k < 0, 1.0, 0.0),
+    ),
+)
+def test_intervals_hold_what_wraps_around_and_rounds(function):
+    """The elements of tiles, as torch computes them, lie within the interval or it knows nothing."""
+    for q, k in (((65, 100), (65600, 65663)), ((0, 0), (1, 1)), ((100, 100), (1623, 1623)), ((70000, 70100), (3, 90))):
+        rows, keys = (torch.arange(a, b + 1, dtype=torch.int32) for a, b in (q, k))
+        values = (torch.zeros(()) + function(rows[:, None], keys)).double()
+        low, high = _bounds_of(function, q, k)
+        room = 1e-5 * values.abs() + 1e-5
+        is_inside = (values >= low - room) & (values <= high + room) | values.isnan() & (low == -torch.inf)
+        assert is_inside.all(), (q, k, low, high, values.min(), values.max())
+
+
+def test_a_mask_over_integers_that_wrap_is_evaluated():
+    mask = strobe.mask_mod(lambda b, h, q, k: (q.long() * k.long() * 4).int() >= 0)
+    at = torch.arange(23140, 23204)
+    seen = (at[:, None] * at * 4).int() >= 0
+    assert seen.any() and not seen.all()
+    assert mask.tile_kind(Tile(23140, 23204, 23140, 23204), 1 << 17, 1 << 17) is TileKind.PARTIAL
+
+
+def test_an_index_that_wraps_is_guarded():
+    """Elements before a captured tensor are not read."""
+    table = torch.zeros(100)
+    of = lambda index: emit.forward_text(ScoreMod(lambda s, b, h, q, k: s + table[index(k)]).bind(False).text)
+    for index in (
+        lambda k: (k.long() * 2654435761).int() % 100 - 1,
+        lambda k: (k.long() * 2654435761).int() // 2,
+        lambda k: (k.float() * 3.7).int(),
+    ):
+        assert "< 0, 0," in of(index)
+    assert "< 0, 0," not in of(lambda k: k.long() * 2654435761 // 64 % 100)
+    hashed = of(lambda k: (k.long() * 2654435761).int() % 100)
+    assert "!= 0) & (((v" in hashed  # rounds towards minus infinity

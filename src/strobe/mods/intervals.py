@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from .program import BOOL, FLOAT, Node, Program
+from .program import BOOL, FLOAT, INT, LONG, Node, Program
 
 
 class Interval(NamedTuple):
@@ -65,7 +65,8 @@ def _rule(
         return UNKNOWN
     if node.op in ("const", "number"):
         value = float(node.constant if node.op == "const" else (numbers or ())[node.index])
-        return UNKNOWN if math.isnan(value) else Interval(value, value)
+        is_exact = node.kind != LONG or abs(value) <= _RANGES[LONG]
+        return Interval(value, value) if is_exact and not math.isnan(value) else UNKNOWN
     if node.op == "load":
         return MAYBE if node.kind == BOOL else UNKNOWN
     if node.op in _COMPARE:
@@ -73,16 +74,35 @@ def _rule(
             args = [_widened(arg) for arg in args]
         return MAYBE if UNKNOWN in args and sources[0].kind == FLOAT else _COMPARE[node.op](*args)
     if node.op == "cast":
-        return Interval(_floor(args[0].low), -_floor(-args[0].high)) if sources[0].kind == FLOAT else args[0]
+        return _cast(node.kind, args[0], sources[0].kind)
+    if node.op in _STEPS and node.kind == FLOAT:
+        if not all(math.isfinite(end) for arg in args for end in arg):
+            return UNKNOWN
+        args = [_widened(arg) for arg in args]
     rule = _RULES.get(node.op)
     found = UNKNOWN if rule is None or (node.kind == FLOAT and UNKNOWN in args) else rule(*args)
     if math.isnan(found.low) or math.isnan(found.high):
         found = UNKNOWN
     if node.kind == BOOL:
         return found if rule is not None else MAYBE
-    # an int32 that may wrap around can be anything
-    wraps = node.kind == "i" and (found.low < -(2**31) or found.high >= 2**31)
-    return UNKNOWN if wraps else found
+    return _if_in_range(node.kind, found) if node.op in _ARITHMETIC else found
+
+
+_STEPS = ("floor", "ceil", "floordiv", "mod")  # a rounded argument may give another step
+_ARITHMETIC = ("add", "sub", "mul", "floordiv", "neg", "abs")  # may leave the range of their type
+_RANGES = {INT: 2**31 - 1, LONG: 2**53, FLOAT: 3e38}  # up to 2^53 the ends of an interval, in float64, are exact
+
+
+def _if_in_range(kind: str, a: Interval) -> Interval:
+    """UNKNOWN if numbers of this kind may wrap around or become infinite."""
+    return a if max(abs(a.low), abs(a.high)) <= _RANGES[kind] else UNKNOWN
+
+
+def _cast(kind: str, a: Interval, source: str) -> Interval:
+    if source != FLOAT:
+        return _if_in_range(kind, a)
+    low, high = _widened(a)  # NaN and infinite numbers become any integer
+    return _if_in_range(kind, Interval(_floor(low), -_floor(-high)))
 
 
 def _widened(a: Interval) -> Interval:
@@ -131,7 +151,7 @@ def _corners(operation: Callable[[float, float], float]) -> Callable[[Interval, 
 def _floor_divided(a: Interval, b: Interval) -> Interval:
     if b.low <= 0 <= b.high or not all(map(math.isfinite, (*a, *b))):
         return UNKNOWN
-    return _corners(lambda x, y: math.floor(x / y))(a, b)
+    return _corners(lambda x, y: x // y)(a, b)
 
 
 def _remainder(a: Interval, b: Interval) -> Interval:
