@@ -324,3 +324,24 @@ def test_what_is_not_supported_says_so():
     with pytest.raises(strobe.InvalidProblem, match="captured tensor on meta"):
         strobe.attention(q, k, v, score_mod=strobe.alibi(torch.zeros(4, device="meta")))
     assert strobe.supports(q, k, v, score_mod=score) and not strobe.supports(q, k, v, score_mod=score, kernel="hopper")
+
+
+@pytest.mark.parametrize("make", (strobe.alibi, strobe.bias, strobe.relative_bias))
+def test_a_ready_made_score_gives_gradients_to_a_tensor_that_requires_them_now(make):
+    """Whether it did when the score was made does not count, nor do calls before."""
+    q, k, v = (t.detach() for t in _tensors(torch.float64, rows=8, keys=8))
+    tensor = torch.rand(*{strobe.alibi: (4,), strobe.bias: (4, 1, 8), strobe.relative_bias: (4, 7)}[make]).double()
+    score, weights = make(tensor), torch.rand(2, 8, 4, v.shape[-1], dtype=torch.float64)
+
+    def gradient(score):
+        out = strobe.attention(q, k, v, score_mod=score)
+        return torch.autograd.grad((out * weights).sum(), tensor)[0] if out.requires_grad else None
+
+    assert gradient(score) is None and gradient(score) is None
+    tensor.requires_grad_()
+    expected = gradient(make(tensor))
+    for _ in range(3):
+        assert torch.equal(gradient(score), expected) and expected.abs().max() > 0
+    assert gradient(score.held()) is not None
+    tensor.requires_grad_(False)
+    assert gradient(score) is None

@@ -32,7 +32,7 @@ class ScoreMod:
     def __init__(
         self,
         function: Callable | None,
-        programs: tuple[str, str] = ("", ""),
+        programs: tuple[str, str, str] = ("", "", ""),
         tensors: Sequence[Tensor] = (),
         axes: Sequence[extents.Axes] = (),
         triton: TritonScore | None = None,
@@ -56,8 +56,10 @@ class ScoreMod:
                 return self._bound
             return self._triton.bind(gradient)
         if self.function is None:
-            text, derivative = self._programs
-            return BoundScore(text, derivative if gradient else "", self._tensors, ())
+            text, derivative, derivative_alone = self._programs
+            adds = any([tensor.requires_grad for tensor in self._tensors])  # now, not when this was made
+            chosen = derivative if adds else derivative_alone
+            return BoundScore(text, chosen if gradient else "", self._tensors, ())
         if torch.compiler.is_compiling() and self._bound is not None:
             return self._bound
         if torch.compiler.is_dynamo_compiling():
@@ -251,15 +253,14 @@ def _diagonal_distance(p: Builder) -> int:
 
 
 def _added(p: Builder, factor: int | None, at: Sequence[int], tensor: Tensor, axes: extents.Axes) -> ScoreMod:
-    """score + factor * tensor[at], and its gradient. axes: of the tensor."""
+    """score + factor * tensor[at], and its gradient with and without the tensor's. axes: of the tensor."""
     loaded = p.load(0, at)
     term = loaded if factor is None else p.mul(factor, loaded)
     program = p.program([p.add(p.input("score"), term)])
     grad = p.input("grad")
     value = grad if factor is None else p.mul(factor, grad)
-    scatters = [Scatter(0, len(at))] if tensor.requires_grad else []
-    gradient = p.program([grad, *([value, *at] if scatters else [])], scatters)
-    return ScoreMod(None, (program.text, gradient.text), (tensor,), (axes,))
+    gradient, gradient_alone = p.program([grad, value, *at], [Scatter(0, len(at))]), p.program([grad])
+    return ScoreMod(None, (program.text, gradient.text, gradient_alone.text), (tensor,), (axes,))
 
 
 def _tensor(name: str, tensor: object, ranks: Sequence[int], shape: str) -> None:
