@@ -237,3 +237,14 @@ def test_unsupported_calls_are_refused():
         strobe.attention_paged(q, cache, cu_seqlens_q=offsets, mask=torch.ones(3))
     with pytest.raises(strobe.UnsupportedProblem, match="gradients"):
         strobe.attention_paged(q.requires_grad_(), cache, cu_seqlens_q=offsets, score_mod=lambda s, b, h, i, j: s)
+
+
+def test_lengths_without_a_dimension_are_refused_as_without_a_function():
+    pool, score = torch.zeros(1, 16, 2, 16), strobe.alibi(torch.rand(1, 2))
+    cache = strobe.DenseCache(pool, pool.clone(), torch.tensor(3, dtype=torch.int32))
+    messages = set()
+    for options in ({}, {"score_mod": lambda s, b, h, q, k: s}, {"score_mod": score}, {"mask": strobe.causal()}):
+        with pytest.raises(strobe.InvalidProblem) as refused:
+            strobe.attention_decode(torch.zeros(1, 1, 2, 16), cache, **options)
+        messages.add(str(refused.value))
+    assert len(messages) == 1

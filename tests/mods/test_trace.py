@@ -202,6 +202,10 @@ def test_masks_combine():
         ((causal & even) | (window & ~even), (a & e) | (w & ~e)),
         (even & ~even, e & ~e),
         (strobe.prefix_causal(3) | even, (k < 3) | a | e),
+        (strobe.window(None, 2**31 - 1) | even, k >= 0),
+        (strobe.window(2**40, 0) | even, a | e),
+        (~strobe.window(2**31 - 1, 2**40) | even, e),
+        (strobe.prefix_causal(2**40) | even, k >= 0),
     ):
         assert torch.equal(mask.dense(9, 9)[0], exact.expand(9, 9))
 

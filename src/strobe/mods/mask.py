@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
+from ..problem.call import FARTHEST
 from ..problem.foreign_arguments import no_mask
-from ..problem.mask import GENERAL, Mask, Tile, TileKind
+from ..problem.mask import GENERAL, MOST_KEYS, Mask, Tile, TileKind
 from . import extents
 from .cache import TRACES
 from .compiled import bind_compiled
@@ -371,16 +372,15 @@ def _general(mask: Mask) -> BoundMask:
         return len(tensors) - 1
 
     def number(value: int) -> int:
-        numbers.append(value)
+        numbers.append(min(value, MOST_KEYS))
         return p.number(INT, len(numbers) - 1)
 
     b, q, k = p.input("b"), p.input("q"), p.input("k")
-    diagonal = p.binary("add", q, p.input("diagonal"), INT)
-    seen = p.const(True)
-    if mask.left is not None:
-        seen = p.binary("and", seen, p.compare("ge", k, p.binary("sub", diagonal, number(mask.left), INT)), BOOL)
-    if mask.right is not None:
-        seen = p.binary("and", seen, p.compare("le", k, p.binary("add", diagonal, number(mask.right), INT)), BOOL)
+    diagonal, seen = p.binary("add", q, p.input("diagonal"), INT), p.const(True)
+    for bound, sign, within in ((mask.left, "sub", "ge"), (mask.right, "add", "le")):
+        if bound is not None:
+            end = p.binary(sign, diagonal, number(min(bound, FARTHEST)), INT)  # does not wrap around
+            seen = p.binary("and", seen, p.compare(within, k, end), BOOL)
     if mask.prefix is not None:
         prefix = p.load(captured(mask.prefix), [b]) if isinstance(mask.prefix, Tensor) else number(mask.prefix)
         either = p.binary("or", p.compare("lt", k, prefix), p.compare("le", k, diagonal), BOOL)

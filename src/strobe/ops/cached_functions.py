@@ -20,15 +20,18 @@ def bind_functions(call: CacheCall, score: object, mask: Mask | None) -> CacheCa
     kernels skip blocks of keys. The rest of the mask is a function. Gradients are refused, so there is none.
     """
     mods = Mods(ModTexts())
-    batch, heads = call.seqlens.shape[0], call.q.shape[-2] if call.q.dim() > 1 else 0
-    sizes = {"b": batch, "h": heads, "q": 0, "k": 0}  # positions are those of the cache, and lengths are on the device
+    # positions are those of the cache, and lengths are on the device
+    is_shaped = call.seqlens.dim() == 1 and call.q.dim() > 1  # else the call is refused when it is decided
+    sizes = {"b": call.seqlens.shape[0], "h": call.q.shape[-2], "q": 0, "k": 0} if is_shaped else None
     if score is not None:
         modification = as_score_mod(score)
-        modification.check(sizes)
+        if sizes is not None:
+            modification.check(sizes)
         bound = modification.bind(False)
         mods = mods._replace(texts=ModTexts(bound.text), score_tensors=bound.tensors, score_numbers=bound.numbers)
     if isinstance(mask, MaskMod):
-        mask.check(sizes)
+        if sizes is not None:
+            mask.check(sizes)
         call = call._replace(left=_least(call.left, mask.left), right=_least(call.right, mask.right))
         part = mask.within_bounds
         if part is not None:
