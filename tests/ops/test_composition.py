@@ -344,6 +344,27 @@ def test_flops_of_packed_sequences_are_those_of_equal_lengths():
     assert counter.get_total_flops() == 2 * (2 * 4 * 64 * 64) * (16 + 16)
 
 
+@pytest.mark.parametrize("packed", (False, True))
+def test_flops_of_a_call_with_a_function_are_those_of_its_products(packed):
+    q = torch.randn(2 * 64, 4, 16, requires_grad=True)
+    q, options = (
+        (q, {"cu_seqlens_q": torch.tensor([0, 64, 128], dtype=torch.int32)}) if packed else (q.view(2, 64, 4, 16), {})
+    )
+    attend = strobe.attention_varlen if packed else strobe.attention
+    functions = {"score_mod": lambda s, b, h, q, k: s * 2, "mask": strobe.mask_mod(lambda b, h, q, k: (q - k) % 3 < 2)}
+    pairs = 2 * 4 * 64 * 64
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            out = attend(q, q, q, **options, **functions)
+        assert counter.get_total_flops() == 2 * pairs * (16 + 16)
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        assert counter.get_total_flops() == 2 * pairs * (3 * 16 + 2 * 16)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        attend(q, q, q, **options, **functions, out=torch.empty_like(q))
+    assert counter.get_total_flops() == 2 * pairs * (16 + 16)
+
+
 def test_the_op_is_seen_by_the_profiler():
     q = torch.randn(1, 4, 2, 8)
     with torch.profiler.profile() as profile:

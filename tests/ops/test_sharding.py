@@ -376,8 +376,41 @@ def _compiled(rank: int) -> None:
         torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-12, atol=1e-12)
 
 
+def _functions(rank: int) -> None:
+    """The ops of functions have no rules, and say so by name for each argument and each way to call them."""
+    from torch.distributed.tensor import Replicate, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    apart = lambda t: _apart(mesh, t, Replicate())
+    q, table, offsets = torch.ones(2, 4, 2, 8), torch.ones(2), torch.tensor([0, 1, 4], dtype=torch.int32)
+    shared, tokens = apart(q), apart(q[0])
+    cache = strobe.DenseCache(apart(q), apart(q), apart(torch.tensor([3, 4], dtype=torch.int32)))
+    plain = strobe.DenseCache(q, q, torch.tensor([3, 4], dtype=torch.int32))
+    near = strobe.mask_mod(lambda b, h, q, k: (q - k) % 3 < 2)
+    score = lambda table: lambda s, b, h, q, k: s + table[h]
+    given, of_table = {"score_mod": score(table)}, {"score_mod": score(apart(table))}
+    varlen, paged = {"cu_seqlens_q": offsets}, {"cu_seqlens_q": offsets}
+    anywhere = r"local tensors \(DTensor.to_local\), .*, or share a sequence by strobe.distributed.context_parallel"
+    for call, word, name, remedy in (
+        (lambda: strobe.attention(shared, shared, shared, **given), "score_mod", "q", anywhere),
+        (lambda: strobe.attention(shared, shared, shared, mask=near), "mask", "q", anywhere),
+        (lambda: strobe.attention(shared, shared, shared, dropout_p=0.5, dropout_seed=1), "dropout_p", "q", anywhere),
+        (lambda: strobe.attention(apart(q).requires_grad_(), shared, shared, **given), "score_mod", "q", anywhere),
+        (lambda: strobe.attention(q, shared, q, **given), "score_mod", "k", anywhere),
+        (lambda: strobe.attention(q, q, q, **given, out=apart(q)), "score_mod", "out", anywhere),
+        (lambda: strobe.attention(q, q, q, **of_table), "score_mod", "tensor 0 that .*captures", anywhere),
+        (lambda: strobe.attention_varlen(tokens, tokens, tokens, **varlen, **given), "score_mod", "q", anywhere),
+        (lambda: strobe.attention_decode(apart(q[:, :1]), cache, **given), "score_mod", "q", "local tensors"),
+        (lambda: strobe.attention_decode(q[:, :1], cache, mask=near), "mask", "cache.k", "local tensors"),
+        (lambda: strobe.attention_decode(q[:, :1], plain, **of_table), "score_mod", "tensor 0 that", "local tensors"),
+        (lambda: strobe.attention_paged(tokens, cache, **paged, **given), "score_mod", "q", "local tensors"),
+    ):
+        with pytest.raises(strobe.UnsupportedProblem, match=f"{word} with DTensors: {name}.* is one; call .*{remedy}"):
+            call()
+
+
 def _all(rank: int) -> None:
-    for work in (_documents, _decoding, _refused, _into_out, _compiled):
+    for work in (_documents, _decoding, _refused, _into_out, _compiled, _functions):
         work(rank)
 
 

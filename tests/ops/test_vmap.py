@@ -137,6 +137,25 @@ def test_decodes_are_those_of_a_loop(name):
     torch.testing.assert_close(torch.vmap(attend, dims)(*arguments), _looped(attend, arguments, dims))
 
 
+@pytest.mark.parametrize("captured", (False, True))
+@pytest.mark.parametrize("paged", (False, True))
+def test_functions_over_a_cache_are_refused(captured, paged):
+    """As beside attention: the ops of functions have no rule."""
+    cache = strobe.DenseCache(K[0], V[0], LENGTHS[0])
+    queries, tables = Q[:, :, :1], torch.ones(N, H)
+    offsets = torch.arange(B + 1, dtype=torch.int32)
+
+    def attend(q, table):
+        score = lambda s, b, h, q, k: s + table[h]
+        if paged:
+            return strobe.attention_paged(q[:, 0], cache, cu_seqlens_q=offsets, score_mod=score)
+        return strobe.attention_decode(q, cache, score_mod=score)
+
+    arguments = (queries[0], tables) if captured else (queries, tables[0])
+    with pytest.raises(strobe.UnsupportedProblem, match="score_mod under vmap: make one call"):
+        torch.vmap(attend, (None, 0) if captured else (0, None))(*arguments)
+
+
 @pytest.mark.parametrize(
     ("name", "calls"), [("all", 1), ("documents", 1), ("one set of sinks", 1), ("sinks", N), ("packed", N)]
 )

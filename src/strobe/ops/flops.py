@@ -14,6 +14,7 @@ import torch
 
 from ..problem.call import Call
 from ..problem.torch_private import flop_counters, len_torch_dispatch_stack
+from .cached_functions import COUNT
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -31,6 +32,7 @@ def tell_counters() -> None:
     known: Any = sys.modules[_COUNTER]
     own = torch.ops.strobe
     formulas = {own.forward: forward_flops, own.forward_out: forward_out_flops, own.backward: backward_flops}
+    formulas |= {own.mod_forward: mod_flops, own.mod_forward_out: mod_out_flops, own.mod_backward: mod_backward_flops}
     missing = [op for op in formulas if op not in known.flop_registry]
     for op in missing:
         known.register_flop_formula(op)(formulas[op])
@@ -56,6 +58,19 @@ def forward_out_flops(out_shape_given, q_shape, k_shape, v_shape, *flat, **_) ->
 def backward_flops(dout_shape, o_shape, lse_shape, dlse_shape, q_shape, k_shape, v_shape, *flat, **_) -> int:
     """FLOPs of a backward: five products over all query-key pairs."""
     return 2 * _pairs(q_shape, k_shape, flat) * (3 * q_shape[-1] + 2 * v_shape[-1])
+
+
+def mod_flops(*flat, **_) -> int:
+    """FLOPs of a forward with a function: those of its products."""
+    return forward_flops(*flat[COUNT:])
+
+
+def mod_out_flops(out_shape_given, *flat, **_) -> int:
+    return forward_flops(*flat[COUNT:])
+
+
+def mod_backward_flops(dout_shape, o_shape, lse_shape, dlse_shape, *flat, **_) -> int:
+    return backward_flops(dout_shape, o_shape, lse_shape, dlse_shape, *flat[COUNT:])
 
 
 def _pairs(q_shape, k_shape, flat: tuple) -> int:

@@ -29,17 +29,16 @@ from ..problem.problem import Problem
 from ..problem.torch_state import distinct, in_autocasts_dtype, tangents, written_by_copy
 from ..selection.replay import launches_here
 from ..selection.select import Choice
-from . import attention, decode, fake, ordered_gradients
+from . import attention, decode, fake, flops, ordered_gradients
 from .attention import LIBRARY, decide, given_gradients, wants_gradients, write
 from .builtin_masks import simplified
-from .cached_functions import bind_functions
+from .cached_functions import COUNT, bind_functions, refuse_wrapped
 from .fake import check_apart, check_no_vmap, check_out, copied, forward_mode, schema, written
 
 _TEXTS = "str score_mod, str score_mod_bwd, str mask_mod"
 _CAPTURED = "Tensor[] score_tensors, Tensor[] mask_tensors, float[] score_numbers, float[] mask_numbers"
 _EXTRAS = "float dropout_p, Tensor? dropout_seed, bool max_scores"
 _FIELDS = schema(FIELD_KINDS, Call._field_defaults)
-COUNT = 10  # arguments of an op that describe the functions and the dropout
 _NEEDS_GRAD = Call._fields.index("needs_grad")
 NOTHING = BoundScore("", "", (), ())  # of a call without a score or mask
 
@@ -119,19 +118,28 @@ def run(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         raise forward_mode()
     if out is not None:
         check_no_vmap(out, (*call[:3], *mods.tensors))
+        refuse_wrapped(call, out)
         if call.needs_grad or out.requires_grad:
             raise UnsupportedProblem("out= with gradients: leave out= out, or call under torch.no_grad()")
         if written_by_copy(out):
-            found = FORWARD(*arguments(call))
+            found = _dispatched(call)
             return *copied(out, found[:2], call.q), found[2]
+        flops.meet_counters()
         return out, *FORWARD_OUT(out, *arguments(call))
     if not call.needs_grad:
-        return FORWARD(*arguments(call))
+        return _dispatched(call)
     counts = len(mods.score_tensors), len(mods.mask_tensors)
     constants = *mods.texts, mods.score_numbers, mods.mask_numbers, mods.dropout_p
     rest = *mods.tensors, mods.dropout_seed, *call[:-1]
     rest = distinct(rest) if torch.compiler.is_compiling() else rest
     return _ModifiedAttention.apply(counts, constants, *rest)
+
+
+def _dispatched(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """FORWARD through the dispatcher."""
+    refuse_wrapped(call)
+    flops.meet_counters()
+    return FORWARD(*arguments(call))
 
 
 def run_directly(choice: Choice[Problem], call: Call, mods: Mods) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,11 +279,11 @@ def attend_decode(
     choice = decode.direct(call, decode.decide, out)
     if choice is not None:
         return decode.attend(call, choice, not call.partial, out)
+    refuse_wrapped(call, out)
     read = [*call.tensors, *(call.mods or Mods(ModTexts())).tensors]
     refuse_gradients(read if out is None else [*read, out], "decode")
     if out is None:
         return DECODE(*arguments(call))
-    check_no_vmap(out, read)
     if written_by_copy(out):
         return copied(out, DECODE(*arguments(call)), call.q)
     return out, DECODE_OUT(out, *arguments(call))
@@ -365,7 +373,7 @@ class _ModifiedAttention(torch.autograd.Function):
         call = _modified(counts, constants, rest)
         choice = CACHE.direct_choice(call, decide)
         if choice is None:
-            out, lse, greatest = FORWARD(*arguments(call))
+            out, lse, greatest = _dispatched(call)
         else:
             out, lse, greatest = run_directly(choice, call, call.mods or Mods(ModTexts()))
         ctx.save_for_backward(out, lse, *(one for one in rest if isinstance(one, Tensor)))
@@ -412,6 +420,7 @@ def _modified_gradients(
     beside = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
     choice = CACHE.direct_choice(call, decide, *beside)
     if choice is None:
+        flops.meet_counters()
         *found, captured = BACKWARD(dout, out, lse, dlse, *arguments(call))
     else:
         *found, captured = _backward_of(choice, call, (dout, out, lse, dlse))

@@ -16,8 +16,9 @@ from ..problem.torch_state import written_by_copy
 from ..selection.select import Choice
 from . import decode, paged
 from .attention import LIBRARY
-from .fake import check_no_vmap, copied
-from .mods import COUNT, EXTRA_ARGUMENTS, arguments, bind_functions, mods_of
+from .cached_functions import COUNT, bind_functions, refuse_wrapped
+from .fake import copied
+from .mods import EXTRA_ARGUMENTS, arguments, mods_of
 
 
 def attend(
@@ -32,11 +33,11 @@ def attend(
     choice = decode.direct(call, paged.decide, out)
     if choice is not None:
         return decode.attend(call, choice, alone, out)
+    refuse_wrapped(call, out)
     read = [*call.tensors, *(call.mods or Mods(ModTexts())).tensors]
     refuse_gradients(read if out is None else [*read, out], "attention_paged")
     if out is None:
         return PAGED(*arguments(call))
-    check_no_vmap(out, read)
     if written_by_copy(out):
         return copied(out, PAGED(*arguments(call)), call.q)
     return out, PAGED_OUT(out, *arguments(call))
