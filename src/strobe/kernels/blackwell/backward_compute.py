@@ -224,13 +224,14 @@ class ComputeWarps:
             p_second, slope_second = self.capped_weights(s.second, m_start, mask, is_partial, lse, HALF)
             return Weights(Halves(p, p_second), Halves(slope, slope_second))
         else:
-            if traits.masks:
-                if is_partial:
-                    first = mask.apply_mask(s.first, float("-inf"), m_start, 0, traits)
-                    s = Halves(first, mask.apply_mask(s.second, float("-inf"), m_start, HALF, traits))
             scale_log2 = self.launch.softmax.scale_log2
-            first = gl.exp2(s.first * scale_log2 - row_values(lse, 0, traits)[None, :])
-            p = Halves(first, gl.exp2(s.second * scale_log2 - row_values(lse, HALF, traits)[None, :]))
+            first = s.first * scale_log2 - row_values(lse, 0, traits)[None, :]
+            second = s.second * scale_log2 - row_values(lse, HALF, traits)[None, :]
+            if traits.masks:
+                if is_partial:  # after LSE, which is NaN for a row of NaN
+                    first = mask.apply_mask(first, float("-inf"), m_start, 0, traits)
+                    second = mask.apply_mask(second, float("-inf"), m_start, HALF, traits)
+            p = Halves(gl.exp2(first), gl.exp2(second))
             return Weights(p, p)
 
     @gluon.jit
@@ -240,15 +241,16 @@ class ComputeWarps:
         """
         traits: gl.constexpr = self.traits
         softmax = self.launch.softmax
-        s = tanh(s * softmax.softcap)
-        capped = s
+        capped = tanh(s * softmax.softcap)
+        x = capped * softmax.scale_log2 - row_values(lse, start, traits)[None, :]
         if traits.masks and not traits.masks_p:
             if is_partial:
-                s = mask.apply_mask(s, float("-inf"), m_start, start, traits)
-        p = gl.exp2(s * softmax.scale_log2 - row_values(lse, start, traits)[None, :])
+                x = mask.apply_mask(x, float("-inf"), m_start, start, traits)
+        p = gl.exp2(x)
         if traits.masks and traits.masks_p:
             if is_partial:
                 p = mask.apply_mask(p, 0.0, m_start, start, traits)
+        capped = gl.maximum(capped, -1.0)  # a number where it is NaN: P of hidden keys stays 0
         return p.to(self.maps.dk.main.dtype), p * (1.0 - capped * capped)
 
     @gluon.jit

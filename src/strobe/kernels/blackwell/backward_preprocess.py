@@ -1,6 +1,7 @@
 """Kernels that run before and after the Blackwell backward's main kernel.
 
-preprocess_kernel    dO, O, LSE --> delta; LSE and -delta in whole tiles; zeroes dQ's sum, semaphores and counter
+preprocess_kernel    dO, O, LSE --> delta; LSE and -delta in whole tiles; zeroes dQ's sum, semaphores and counter;
+                     copies offsets of packed sequences
 backward_kernel
 postprocess_kernel   dQ's sum, in the order of backward_reduce --> dQ
 """
@@ -8,7 +9,7 @@ postprocess_kernel   dQ's sum, in the order of backward_reduce --> dQ
 import triton
 import triton.language as tl
 
-from ..device.seqlen import find_sequence, span_of, store_rows
+from ..device.seqlen import find_sequence, span_of, store_rows, write_rising_offsets
 
 
 @triton.jit
@@ -69,6 +70,10 @@ def preprocess_kernel(tensors, strides, shape, traits: tl.constexpr):
         tl.store(tensors.dq_semaphores + pid, 0)
         if pid == 0:
             tl.store(tensors.tile_counter, 0)
+    if traits.packed:
+        if pid == 0:
+            write_rising_offsets(tensors.cu_seqlens_q, tensors.rising_q, shape.batch)
+            write_rising_offsets(tensors.cu_seqlens_k, tensors.rising_k, shape.batch)
     sums = tensors.dq_sum + pid.to(tl.int64) * (PARTS * PART)
     for part in tl.static_range(PARTS):
         tl.store(sums + part * PART + tl.arange(0, PART), tl.zeros([PART], tl.float32))

@@ -220,6 +220,8 @@ class BlackwellBackward:
         ]
         if traits.deterministic:
             buffers += [Buffer("dq_semaphores", tiles, torch.int32), Buffer("counter", (1,), torch.int32)]
+        if problem.packed:
+            buffers.append(Buffer("offsets", (2, problem.layout.batch + 1), torch.int32))
         return tuple(buffers)
 
     def run(self, plan: Plan, call: Call, tensors: Backward, workspace: dict[str, Tensor]) -> None:

@@ -40,7 +40,10 @@ class RowTensors(NamedTuple):
     dq_sum: Any
     dq_semaphores: Any  # or None
     tile_counter: Any  # or None
-    cu_seqlens_q: Any  # or None
+    cu_seqlens_q: Any  # or None, as those that follow
+    cu_seqlens_k: Any
+    rising_q: Any  # copies of the offsets for the kernels that follow
+    rising_k: Any
 
 
 class Strides(NamedTuple):
@@ -83,15 +86,17 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
     key_ranges = plan.config.traits.key_ranges
     dk, dv = writable(t.dk, key_ranges), writable(t.dv, key_ranges)
     dout = operand(t.dout, call, key_ranges)
-    rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, *in_order, call.cu_seqlens_q)
+    rising = rising_offsets(workspace)
+    offsets = (call.cu_seqlens_q, call.cu_seqlens_k, *rising)
+    rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, *in_order, *offsets)
     key: tuple = ("rows", dout.stride(), t.out.stride(), t.dlse is None)
     launched = [launcher.start(plan, key, rows, lambda: preprocess_launch(plan, rows))]
     views = Views(call.q, call.k, call.v, dout, stats, dk, dv)
-    pointers = main_pointers(call, key_ranges, (dq_sum, *in_order))
+    pointers = main_pointers(call, key_ranges, (dq_sum, *in_order), rising)
     moved = (*views, *pointers[:-1], *(pointers.ranges or ()))
     key = (call.left, call.right, dout.stride(), dk.stride(), dv.stride())
     launched += [launcher.start(plan, key, moved, partial(main_launch, plan, call, views, pointers))]
-    sums = (dq_sum, t.dq, call.cu_seqlens_q)
+    sums = (dq_sum, t.dq, rising[0])
     launched += [launcher.start(plan, ("dq", t.dq.stride()), sums, lambda: postprocess_launch(plan, sums))]
     copied = dout is not t.dout
     for held, gradient in ((dk, t.dk), (dv, t.dv)):
@@ -102,10 +107,16 @@ def run_backward(plan: Plan, call: Call, t: Backward, workspace: dict[str, Tenso
         CACHE.insert_launch(plan, backward_addresses(call, t, pieces_of(workspace)), launcher.in_sequence(launched))
 
 
-def main_pointers(call: Call, key_ranges: bool, sums: tuple[Any, Any, Any]) -> Pointers:
+def rising_offsets(workspace: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Copies of cu_seqlens_q and cu_seqlens_k (`write_rising_offsets`); None without packed sequences."""
+    offsets = workspace.get("offsets")
+    return (None, None) if offsets is None else (offsets[0], offsets[1])
+
+
+def main_pointers(call: Call, key_ranges: bool, sums: tuple[Any, Any, Any], rising: tuple[Any, Any]) -> Pointers:
     """sums: dQ's sum, its semaphores and the tile counter."""
     if not key_ranges:
-        return Pointers(*sums, call.cu_seqlens_q, call.cu_seqlens_k, None)
+        return Pointers(*sums, *rising, None)
     ranges = KeyRangeTensors(call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
     return Pointers(*sums, None, None, ranges)
 
@@ -129,8 +140,16 @@ def writable(gradient: Tensor, key_ranges: bool) -> Tensor:
 
 def rows_apart(tensor: Tensor) -> int | None:
     """Batch stride in rows. None if it is not a multiple of the row stride or exceeds TMA's limit."""
-    apart = entries_apart(tensor.shape[0], tensor.stride())
-    return None if apart is None or apart * tensor.shape[0] > MOST_ROWS else apart
+    entries, length = tensor.shape[:2]
+    apart = entries_apart(entries, tensor.stride())
+    return None if apart is None or length + (entries - 1) * apart > MOST_ROWS else apart
+
+
+def rows_apart_in(plan: Plan, tensor: Tensor) -> int:
+    apart = rows_apart(tensor)
+    if apart is None:  # sums of dK and dV, for which no check of the problem provides
+        raise KernelFault(f"{plan.kernel.name}: a batch of more than {MOST_ROWS} rows, TMA's limit; split the batch")
+    return apart
 
 
 def row_shape(plan: Plan) -> RowShape:
@@ -175,7 +194,7 @@ def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers) -> Lau
     strides: tuple[int, ...] = ()
     if traits.key_ranges:  # the first entry represents all
         names = ("q", "dout", "k", "v", "dk", "dv")
-        strides = tuple(rows_apart(getattr(views, name)) or 0 for name in names)
+        strides = tuple(rows_apart_in(plan, getattr(views, name)) for name in names)
         views = views._replace(**{name: getattr(views, name)[0] for name in names})
     num_n_blocks = -(-seqlen_k // traits.block_n)
     if problem.packed:

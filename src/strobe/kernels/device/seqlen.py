@@ -143,6 +143,26 @@ def guard_offsets(cu_seqlens, n, total, longest, lanes, errors, bad_offsets: tl.
 
 
 @triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def write_rising_offsets(cu_seqlens, rising, n):
+    """Copy the offsets, each raised to the largest before it: invalid offsets then name every tile once, so that no
+    program waits for one that does not exist. One program does it for all.
+    """
+    lanes = tl.arange(0, 1024)
+    most = 0
+    for start in range(0, n + 1, 1024):
+        index = start + lanes
+        offsets = tl.maximum(tl.load(cu_seqlens + index, mask=index <= n, other=0), most)
+        offsets = tl.associative_scan(offsets, 0, larger)
+        tl.store(rising + index, offsets, mask=index <= n)
+        most = tl.max(offsets, 0)
+
+
+@triton.jit
 def key_limit(key_lengths, batch, seqlen_k, errors, present: tl.constexpr):
     """Where this batch entry's keys end; a length outside [0, S_k] is clamped and reported."""
     if present:

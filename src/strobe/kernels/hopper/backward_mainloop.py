@@ -335,6 +335,7 @@ def cap_scores(s, softmax, traits: gl.constexpr):
 def softcap_slope(grad, s, traits: gl.constexpr):
     """`grad` times the derivative of `cap_scores`, whose result is s."""
     if traits.softcap:
+        s = gl.maximum(s, -1.0)  # a number where it is NaN: the gradient of hidden keys stays 0
         grad = grad * (1.0 - s * s)
     return grad
 

@@ -1,7 +1,8 @@
 """What runs around the Hopper backward's main kernel: statistics of rows and zeros before it, conversion of float32
 sums after it.
 
-    rows_kernel        dO, O, LSE --> delta; LSE and -delta in whole tiles; zeroes counters, semaphores, dQ's sum
+    rows_kernel        dO, O, LSE --> delta; LSE and -delta in whole tiles; zeroes counters, semaphores, dQ's sum;
+                       copies offsets of packed sequences
     backward_kernel
     convert_dq_kernel  dQ's sum, in the order of registers --> dQ
     convert_kernel     sums of dK and dV --> dK and dV, where programs share the heads of a group
@@ -10,7 +11,7 @@ sums after it.
 import triton
 import triton.language as tl
 
-from ..device.seqlen import find_sequence, load_rows, span_of, store_rows
+from ..device.seqlen import find_sequence, load_rows, span_of, store_rows, write_rising_offsets
 from .backward_scheduler import DQ_WRITTEN
 
 
@@ -61,9 +62,24 @@ def rows_kernel(tensors, strides, shape, zeroed, lse_unit, traits: tl.constexpr)
         zero_sum(tensors.dq_sum, pid, traits)
     if pid == 0:
         tl.store(tensors.tile_counter, 0)
+    if traits.packed:
+        if pid == tl.num_programs(0) - 1:  # the program that starts first
+            n = shape.batch
+            write_rising_offsets(tensors.cu_seqlens_q, tensors.rising_q, n)
+            write_rising_offsets(tensors.cu_seqlens_k, tensors.rising_k, n)
+            if traits.runs:
+                copy_first_keys(tensors.cu_seqlens_k + n + 1, tensors.rising_k + n + 1, n + 1)
     stats = tensors.stats + pid.to(tl.int64) * BLOCK_M + lanes
     tl.store(stats, tl.where(empty, float("inf"), row_lse) * lse_unit)
     tl.store(stats + tl.num_programs(0).to(tl.int64) * BLOCK_M, tl.where(empty, 0.0, -row_delta))
+
+
+@triton.jit
+def copy_first_keys(first_keys, copy, count):
+    """The second row of cu_seqlens_k, of runs over shared keys."""
+    for start in range(0, count, 1024):
+        index = start + tl.arange(0, 1024)
+        tl.store(copy + index, tl.load(first_keys + index, mask=index < count, other=0), mask=index < count)
 
 
 @triton.jit

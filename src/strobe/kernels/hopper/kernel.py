@@ -388,6 +388,9 @@ class HopperBackward:
             buffers.append(
                 Buffer("dq_semaphores", (heads[0], problem.heads_q // traits.heads_per_program), torch.int32)
             )
+        if problem.packed:
+            rows_of_offsets = 3 if problem.runs else 2
+            buffers.append(Buffer("offsets", (rows_of_offsets, problem.layout.batch + 1), torch.int32))
         if traits.group_splits > 1:
             layout = problem.layout
             keys = layout.seqlen_k if isinstance(layout, Dense) else layout.tokens[1]
@@ -510,6 +513,8 @@ def _defers_dq(
 ) -> bool:
     """Whether a step computes dq of the previous step, so that the two consumers need not run in lockstep."""
     if widths not in DEFERRED_DQ_STEPS or problem.mask.documents or problem.softcap:
+        return False
+    if problem.packed and problem.batch_invariant:  # lengths of other sequences must not change the order of sums
         return False
     keys = problem.layout.tokens[1]
     steps = problem.group // splits * visible_pairs(problem) / (keys * tuning.block_m) if keys else 0.0

@@ -147,6 +147,9 @@ class RowTensors(NamedTuple):
     stats: Any  # output in whole tiles: LSE of all rows, then -delta of all
     dq_sum: Any
     cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    rising_q: Any  # copies of the offsets for the kernels that follow
+    rising_k: Any
     dq_semaphores: Any
     tile_counter: Any
 
@@ -250,11 +253,13 @@ def run_backward(
     dk, dv = sums.get("dk", writable(t.dk, traits.key_ranges)), sums.get("dv", writable(t.dv, traits.key_ranges))
     dq = addressable(t.dq) if traits.dq_written_directly else t.dq
     dout = operand(t.dout, call, traits.key_ranges)
-    rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, call.cu_seqlens_q, semaphores, counter)
+    rising = rising_offsets(workspace)
+    offsets = (call.cu_seqlens_q, call.cu_seqlens_k, *rising)
+    rows = RowTensors(dout, t.out, t.lse, t.dlse, t.delta, stats, dq_sum, *offsets, semaphores, counter)
     key = ("rows", dout.stride(), t.out.stride(), t.dlse is None)
     launched = [launcher.start(plan, key, rows, lambda: rows_launch(plan, rows))]
     views = Views(call.q, call.k, call.v, dout, stats, dk, dv, dq, dq_sum)
-    pointers = main_pointers(call, traits.key_ranges, dq_sum, semaphores, counter)
+    pointers = main_pointers(call, traits.key_ranges, (dq_sum, semaphores, counter), rising)
     moved = (*views, *(tensor for tensor in pointers[1:-1]), *(pointers.ranges or ()))
     key = (call.left, call.right, dout.stride(), dk.stride(), dv.stride(), dq.stride())
     if hooks is not None:
@@ -263,7 +268,7 @@ def run_backward(
     main = partial(main_launch, plan, call, views, pointers, hooks)
     launched += [launcher.start(plan, key, moved, main)]
     if not makes_dq(plan):
-        pointers_dq = (dq_sum, dq, call.cu_seqlens_q, semaphores)
+        pointers_dq = (dq_sum, dq, rising[0], semaphores)
         launched += [launcher.start(plan, ("dq", dq.stride()), pointers_dq, lambda: dq_launch(plan, pointers_dq))]
     copied = dout is not t.dout
     for name, held, gradient in (("dq", dq, t.dq), ("dk", dk, t.dk), ("dv", dv, t.dv)):
@@ -294,11 +299,18 @@ class Views(NamedTuple):
     dq_sum: Tensor
 
 
-def main_pointers(call: Call, key_ranges: bool, dq_sum: Tensor, semaphores: Tensor | None, counter: Tensor) -> Pointers:
+def rising_offsets(workspace: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Copies of cu_seqlens_q and cu_seqlens_k (`write_rising_offsets`); None without packed sequences."""
+    offsets = workspace.get("offsets")
+    return (None, None) if offsets is None else (offsets[0], offsets[1:])
+
+
+def main_pointers(call: Call, key_ranges: bool, sums: tuple[Any, Any, Any], rising: tuple[Any, Any]) -> Pointers:
+    """sums: dQ's sum, its semaphores and the tile counter."""
     if not key_ranges:
-        return Pointers(dq_sum, semaphores, counter, call.cu_seqlens_q, call.cu_seqlens_k, None)
+        return Pointers(*sums, *rising, None)
     ranges = KeyRangeTensors(call.spans_q, call.spans_k, call.ids_q, call.ids_k, call.key_lengths, call.prefix)
-    return Pointers(dq_sum, semaphores, counter, None, None, ranges)
+    return Pointers(*sums, None, None, ranges)
 
 
 def rows_launch(plan: Plan, tensors: RowTensors) -> Launch:
@@ -365,7 +377,7 @@ def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers, hooks:
     strides: tuple[int, ...] = ()
     if traits.key_ranges:  # the first entry represents all
         apart = (views.q, views.dout, views.k, views.v, views.dk, views.dv)
-        strides = tuple(rows_apart(t) or 0 for t in apart)
+        strides = tuple(rows_apart_in(plan, t) for t in apart)
         views = views._replace(**{name: getattr(views, name)[0] for name in ("q", "k", "v", "dout", "dk", "dv")})
     if views.stats.numel() >= MOST_TILES:
         raise KernelFault(
@@ -456,6 +468,7 @@ def operand(dout: Tensor, call: Call, key_ranges: bool) -> Tensor:
     if (
         dout.dtype == call.q.dtype
         and aligned
+        and dout.stride(-1) == 1
         and dout.data_ptr() % ALIGNMENT == 0
         and (not key_ranges or rows_apart(dout) is not None)
     ):
@@ -475,8 +488,16 @@ def writable(gradient: Tensor, key_ranges: bool) -> Tensor:
 
 def rows_apart(tensor: Tensor) -> int | None:
     """Batch stride in rows. None if it is not a multiple of the row stride or exceeds TMA's limit."""
-    apart = entries_apart(tensor.shape[0], tensor.stride())
-    return None if apart is None or apart * tensor.shape[0] > MOST_ROWS else apart
+    entries, length = tensor.shape[:2]
+    apart = entries_apart(entries, tensor.stride())
+    return None if apart is None or length + (entries - 1) * apart > MOST_ROWS else apart
+
+
+def rows_apart_in(plan: Plan, tensor: Tensor) -> int:
+    apart = rows_apart(tensor)
+    if apart is None:  # sums of dK and dV, for which no check of the problem provides
+        raise KernelFault(f"{plan.kernel.name}: a batch of more than {MOST_ROWS} rows, TMA's limit; split the batch")
+    return apart
 
 
 def row_descriptor(rows: Tensor, block: int) -> TensorDescriptor:

@@ -142,6 +142,8 @@ def against_memory(problem: Problem) -> str | None:
     for name, sizes, strides in zip("qkv", (rows, keys, keys), problem.strides):
         if 0 not in sizes and any(size > 1 and stride == 0 for size, stride in zip(sizes, strides)):
             return f"TMA needs nonzero strides; {name} is expanded: give fewer key heads, or make it contiguous"
+        if 0 not in sizes and strides[-1] != 1:  # of one column
+            return f"TMA needs a last stride of 1; {name}'s is {strides[-1]}: make it contiguous"
     return None
 
 
