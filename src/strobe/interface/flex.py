@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblem, wrong_type
-from ..mods.mask import mask_mod
+from ..mods.mask import lengths_of, mask_mod
 from ..mods.score import ScoreMod
 from ..ops import mods as ops_mods
 from .attention import attention, call_of
@@ -62,7 +62,7 @@ def flex_attention(
         key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
     if block_mask is not None:
         asked = query.shape[2], key.shape[2]
-        if tuple(block_mask.seq_lengths) not in (asked, (1, 1)):  # torch's mask of no effect is one of 1 x 1
+        if lengths_of(block_mask) not in (asked, None):
             made = " x ".join(map(str, block_mask.seq_lengths))
             raise InvalidProblem(
                 "block_mask", f"one of {made}", " x ".join(map(str, asked)), "make it for these lengths"

@@ -68,7 +68,7 @@ def block_lists(
     inner = None
     if mask_mod is not None:
         inner = (MaskMod.of(mask_mod) if isinstance(mask_mod, Mask) else mask_of(mask_mod)).whole
-    return MaskMod(part=part_of_lists(partial, full, sizes, inner, num_kv_blocks, counts_blocks=True))
+    return MaskMod(part=part_of_lists(partial, full, sizes, inner, num_kv_blocks))
 
 
 def _checked(name: str, counts: Tensor | None, indices: Tensor | None, blocks: int | None) -> tuple[Tensor, Tensor]:

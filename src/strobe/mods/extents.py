@@ -23,6 +23,7 @@ class Blocks(NamedTuple):
 
     name: str  # of MEANING
     size: int  # positions of a block
+    made_for: int | None = None  # positions of a BlockMask, whose last block may end behind them
 
 
 Axis = str | Blocks | None  # a position of MEANING
@@ -66,6 +67,9 @@ def check(
 
 
 def _check_blocks(argument: str, count: int, axis: Blocks, wanted: int) -> None:
+    if axis.made_for is not None and axis.made_for < wanted:
+        got, needed = f"a BlockMask for {axis.made_for} {MEANING[axis.name]}", f"one for the call's {wanted}"
+        raise InvalidProblem(argument, got, needed, "make it for the lengths of the call")
     if count * axis.size < wanted:
         got = f"lists of {count} blocks of {axis.size} {MEANING[axis.name]}"
         needed = f"at least {-(-wanted // axis.size)} blocks for the call's {wanted} {MEANING[axis.name]}"

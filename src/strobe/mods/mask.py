@@ -188,13 +188,9 @@ class MaskMod(Mask):
         return MaskMod(part=_Inverse(self.whole))
 
     def dense(
-        self,
-        seqlen_q: int,
-        seqlen_k: int,
-        device: torch.device | str = "cpu",
-        batch: int | None = None,
+        self, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu", batch: int | None = None,
         heads: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The mask as bool [B, S_q, S_k], or [B, H, S_q, S_k] if heads is given.
 
         batch and heads are needed if the function depends on them.
@@ -421,41 +417,45 @@ def _element(kind: str, ones: tuple[bool, ...]) -> Program:
 # ---------------------------------------------------------------- torch's BlockMask
 
 
+def lengths_of(block_mask: Any) -> tuple[int, int] | None:
+    """The queries and keys that a BlockMask is for. None: torch's mask of no effect, one block of 2^30 for any."""
+    return None if min(block_mask.BLOCK_SIZE) >= 1 << 30 else tuple(block_mask.seq_lengths)
+
+
 def _from_block_mask(given: Any) -> _Part:
     full = None if given.full_kv_num_blocks is None else (given.full_kv_num_blocks, given.full_kv_indices)
     function = given.mask_mod
     inner = None if function is None else _Function(function, _Function(function).bind())
-    return part_of_lists((given.kv_num_blocks, given.kv_indices), full, given.BLOCK_SIZE, inner)
+    widths = [indices.shape[-1] for indices in (given.kv_indices, given.full_kv_indices) if indices is not None]
+    blocks = max(*widths, -(-given.seq_lengths[1] // given.BLOCK_SIZE[1]))  # the lists may be narrower than the keys
+    partial = given.kv_num_blocks, given.kv_indices
+    return part_of_lists(partial, full, given.BLOCK_SIZE, inner, blocks, lengths_of(given))
 
 
 def part_of_lists(
     partial: tuple[Tensor, Tensor], full: tuple[Tensor, Tensor] | None, block_size: tuple[int, int], inner: Any,
-    num_kv_blocks: int | None = None, counts_blocks: bool = False,
+    num_kv_blocks: int | None, made_for: tuple[int, int] | None = None,
 ) -> _Part:  # fmt: skip
     """A full block, or a partial block and `inner`, by a table of the blocks' kinds: 0 empty, 1 partial, 2 full.
 
-    partial, full: counts [B, H, M] and numbers [B, H, M, N] of blocks. counts_blocks: a call's rows and keys must be in
-    the table's blocks. Beyond them, where sequences are longer than the lists, the last row and column are empty.
+    partial, full: counts [B, H, M] and numbers [B, H, M, N] of blocks. A call's rows and keys must be in the table's
+    blocks, and at most made_for. Where only the device knows lengths, the table's last row and column are empty.
     """
     table = _listed(*partial, num_kv_blocks).to(torch.int8)
     if full is not None:
         table = torch.where(_listed(*full, num_kv_blocks), 2, table).to(torch.int8)
-    if counts_blocks:
-        table = torch.nn.functional.pad(table, (0, 1, 0, 1))
+    table = torch.nn.functional.pad(table, (0, 1, 0, 1))
     p = Builder([Captured(INT, 4)])
     at = [p.const(0) if size == 1 else p.input(name) for size, name in zip(table.shape[:2], ("b", "h"))]
-    for name, size in zip(("q", "k"), block_size):
-        at.append(p.binary("floordiv", p.input(name), p.const(size), INT))
-    kind = p.load(0, at)
-    axes: extents.Axes = extents.axes_of(table)[:2]
-    if counts_blocks:
-        axes = (*axes, extents.Blocks("q", block_size[0]), extents.Blocks("k", block_size[1]))
+    blocks = [extents.Blocks(*axis) for axis in zip(("q", "k"), block_size, made_for or (None, None))]
+    at += [p.binary("floordiv", p.input(axis.name), p.const(axis.size), INT) for axis in blocks]
+    kind, axes = p.load(0, at), (*extents.axes_of(table)[:2], *blocks)
     listed = lambda value: _Bound(BoundMask(p.program([p.compare("eq", kind, p.const(value))]), (table,)), axes=(axes,))
     seen = listed(1) if inner is None else _Combined("and", listed(1), inner)
     return seen if full is None else _Combined("or", listed(2), seen)
 
 
-def _listed(counts: Tensor, indices: Tensor, num_blocks: int | None = None) -> Tensor:
+def _listed(counts: Tensor, indices: Tensor, num_blocks: int | None) -> Tensor:
     """bool [B, H, M, num_blocks]: whether a block is among the first `counts` indices."""
     count = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     spare = indices.shape[-1] if num_blocks is None else num_blocks
