@@ -99,8 +99,12 @@ OFFSETS = [0, 3, 3, 4, 9]
 
 
 @pytest.mark.parametrize("kind", ["pages 3", "indexed", "leftpad", "pages 3 leftpad", "indexed leftpad"])
-@pytest.mark.parametrize("rotary", [None, True, False], ids=["plain", "interleaved", "halves"])
-def test_packed_queries_with_everything_beside(kind, rotary, device):
+@pytest.mark.parametrize(
+    "rotary, first",
+    [(None, LENGTHS), (True, LENGTHS), (False, LENGTHS), (True, [6, 0, 9, 2])],
+    ids=["plain", "interleaved", "halves", "rotary_seqlens"],
+)
+def test_packed_queries_with_everything_beside(kind, rotary, first, device):
     """The new keys of each sequence are written, rotated, and seen."""
     if kind.endswith(" leftpad"):
         held, arguments = padded(kind.rpartition(" ")[0], "fa3", device)
@@ -111,6 +115,8 @@ def test_packed_queries_with_everything_beside(kind, rotary, device):
     offsets = _ints(OFFSETS, device)
     cos, sin = (_random(32, 4, seed=n, device=device) for n in (1, 2))
     angles = {} if rotary is None else {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary}
+    if first != LENGTHS:
+        angles["rotary_seqlens"] = _ints(first, device)
     out, lse = fa3.flash_attn_with_kvcache(
         q, held.k, held.v, k, k, cache_seqlens=_ints(LENGTHS, device), cu_seqlens_q=offsets, causal=True,
         cu_seqlens_k_new=offsets, max_seqlen_q=5, num_splits=3, pack_gqa=True, sm_margin=8, return_softmax_lse=True,
@@ -121,15 +127,26 @@ def test_packed_queries_with_everything_beside(kind, rotary, device):
         turned = q[rows].double().cpu()
         if rotary is not None:
             turned = torch.stack(
-                [_turn(one.cpu(), cos, sin, length + t, rotary) for t, one in enumerate(q[rows])]
+                [_turn(one.cpu(), cos, sin, first[b] + t, rotary) for t, one in enumerate(q[rows])]
                 or [turned.new_empty(0)]
             ).reshape(turned.shape)
             for t, one in enumerate(k[rows]):
-                _near(held.k[held.place[b][length + t]], _turn(one.cpu(), cos, sin, length + t, rotary))
+                _near(held.k[held.place[b][length + t]], _turn(one.cpu(), cos, sin, first[b] + t, rotary))
         wanted, wanted_lse = _one(turned, *held.keys(b, length + NEWS[b]), {"causal": True})
         _near(out[rows], wanted)
         _near(lse[:, rows], wanted_lse)
     assert strobe.last_errors() == []
+
+
+def test_packed_queries_have_one_rotary_position_a_sequence():
+    held, offsets = _held("indexed", LENGTHS, "fa3"), _ints(OFFSETS)
+    k, angles = _random(9, HEADS_KV, WIDTH), _random(32, 4)
+    of_rows = _ints([1] * 9)
+    with pytest.raises(ValueError, match=r"^rotary_seqlens: got torch\.int32 \[9\], expected an int32 tensor \[4\]"):
+        fa3.flash_attn_with_kvcache(
+            _random(9, HEADS, WIDTH), held.k, held.v, k, k, cache_seqlens=_ints(LENGTHS), cu_seqlens_q=offsets,
+            cu_seqlens_k_new=offsets, rotary_cos=angles, rotary_sin=angles, rotary_seqlens=of_rows, **held.arguments,
+        )  # fmt: skip
 
 
 def test_a_packed_call_of_the_private_forward(device):

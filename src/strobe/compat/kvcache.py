@@ -263,7 +263,7 @@ def _check(q: Tensor, cache: Cache) -> None:
         )
     if not isinstance(cache.interleaved, bool):
         raise wrong_type("rotary_interleaved", cache.interleaved, "a bool", "pass True or False")
-    _check_new(cache)
+    _check_new(cache, len(q))
     _check_indices(cache)
 
 
@@ -278,7 +278,7 @@ def _check_indices(cache: Cache) -> None:
             raise InvalidProblem(name, f"{given.dtype} {list(given.shape)}", "torch.int32 [B]", remedy)
 
 
-def _check_new(cache: Cache) -> None:
+def _check_new(cache: Cache, batch: int) -> None:
     if (cache.k_new is None) != (cache.v_new is None):
         raise InvalidProblem(
             "v" if cache.v_new is None else "k",
@@ -292,21 +292,12 @@ def _check_new(cache: Cache) -> None:
             name, None, "both of rotary_cos and rotary_sin, or neither", "give the angles' cosines and sines"
         )
     if cache.rotary_seqlens is not None and cache.rotary_seqlens is not cache.seqlens:
-        wanted = f"an int32 tensor [{cache.k.shape[0] if cache.k_new is None else cache.k_new.shape[0]}] or None"
-        if not isinstance(cache.rotary_seqlens, Tensor):
-            raise wrong_type(
-                "rotary_seqlens",
-                cache.rotary_seqlens,
-                wanted,
-                "give the position of the first new key of each sequence",
-            )
-        if cache.k_new is not None and (
-            cache.rotary_seqlens.dtype != torch.int32 or cache.rotary_seqlens.shape != cache.k_new.shape[:1]
-        ):
-            got = f"{cache.rotary_seqlens.dtype} {list(cache.rotary_seqlens.shape)}"
-            raise InvalidProblem(
-                "rotary_seqlens", got, wanted, "give the position of the first new key of each sequence"
-            )
+        given, wanted = cache.rotary_seqlens, f"an int32 tensor [{batch}] or None"
+        remedy = "give the position of the first new key of each sequence"
+        if not isinstance(given, Tensor):
+            raise wrong_type("rotary_seqlens", given, wanted, remedy)
+        if cache.k_new is not None and (given.dtype != torch.int32 or given.shape != (batch,)):
+            raise InvalidProblem("rotary_seqlens", f"{given.dtype} {list(given.shape)}", wanted, remedy)
     if cache.cos is not None and cache.k_new is None:
         raise InvalidProblem(
             "rotary_cos", "angles without new keys", "k and v to turn and write", "turn q before the call"
@@ -386,12 +377,13 @@ def _forward_packed(
     for name, given in needed:
         if not isinstance(given, Tensor):
             raise wrong_type(name, given, "a tensor", "pass a torch.Tensor")
-    _check_new(cache._replace(k_new=None, v_new=None) if cache.cos is None else cache)
+    batch = len(cu_seqlens_q) - 1
+    _check_new(cache._replace(k_new=None, v_new=None) if cache.cos is None else cache, batch)
     if (cache.k_new is None) != (cu_seqlens_k_new is None) or (cache.k_new is None) != (cache.v_new is None):
         expected = "k, v and cu_seqlens_k_new together, or none of them"
         raise InvalidProblem("cu_seqlens_k_new", cu_seqlens_k_new, expected, "give the offsets of the new keys")
     _check_indices(cache)
-    cache, batch = _indexed(cache), len(cu_seqlens_q) - 1
+    cache = _indexed(cache)
     before = _lengths(batch, cache) if cache.k_new is None or cache.seqlens is not None else cache.seqlens
     if not isinstance(before, Tensor):
         expected = "an int32 tensor [B] beside cu_seqlens_k_new"
