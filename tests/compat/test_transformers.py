@@ -152,6 +152,26 @@ def test_packed_sequences_are_apart(name, way, place, ran):
     assert (gap > 0.1) == (name == "gpt-oss"), "the premise of this test"
 
 
+@pytest.mark.parametrize(
+    "positions",
+    [[0, 1, 2, 10, 11, 12], [0, 1, 2, 3, 4, 5], [5, 6, 7, 0, 1, 2], [5, 6, 7, 5, 6, 7]],
+    ids=str,
+)
+def test_rows_beside_a_packed_row_keep_their_own_sequences(positions):
+    made, rows = model("llama"), torch.tensor([[0, 1, 2, 0, 1, 2], positions])
+    given = {"input_ids": tokens(2, 6), "position_ids": rows, "use_cache": False}
+    assert torch.allclose(outputs(made, "strobe", **given), outputs(made, "eager", **given), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_a_sequence_may_begin_at_0_after_one_that_does_not(name):
+    made, ids, positions = model(name), tokens(1, 6), torch.tensor([[5, 6, 7, 0, 1, 2]])
+    together = outputs(made, "strobe", input_ids=ids, position_ids=positions, use_cache=False)
+    for part in (slice(0, 3), slice(3, 6)):
+        own = outputs(made, "eager", input_ids=ids[:, part], position_ids=positions[:, part], use_cache=False)
+        assert torch.allclose(together[:, part], own, atol=1e-5)
+
+
 def test_positions_are_read_once_a_forward_and_again_when_they_change(monkeypatch):
     made, inputs, read, reads = model("gpt-oss"), packed(tokens(1, 13)), attention_module._read, []
     monkeypatch.setattr(
@@ -178,6 +198,7 @@ def test_positions_that_jump_elsewhere_are_one_sequence():
     starts = lambda *positions: attention_module._starts(torch.tensor([positions]))[0].int().tolist()
     assert starts(0, 1, 2, 0, 0, 1) == [1, 0, 0, 1, 1, 0]
     assert starts(4, 5, 4, 5, 6) == [1, 0, 1, 0, 0]
+    assert starts(4, 5, 6, 0, 1, 4) == [1, 0, 0, 1, 0, 1]
     assert starts(0, 1, 2, 2, 2, 5) == [1, 0, 0, 0, 0, 0]
     assert starts(0, 1, 2, 0, 1, 7) == [1, 0, 0, 0, 0, 0]
 

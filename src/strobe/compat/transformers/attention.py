@@ -158,8 +158,10 @@ def _packing(layer_mask: LayerMask, q: Tensor, k: Tensor, keywords: dict[str, An
     )
     if alone or not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != q.shape[1]:
         return layer_mask.hidden
+    if layer_mask.hidden is not None and (q.shape[0] > 1 or is_tracing(positions)):
+        return layer_mask.hidden  # transformers has read the positions
     if is_tracing(positions):
-        return _documents(_starts(positions), q.shape[0]) if layer_mask.hidden is None else layer_mask.hidden
+        return _documents(_starts(positions), q.shape[0])
     found = _from_positions(positions, q.shape[0])
     if found is not None and keywords.get("use_cache"):
         remedy = (
@@ -233,11 +235,12 @@ def _documents(starts: Tensor, batch: int) -> strobe.Mask:
 
 
 def _starts(positions: Tensor) -> Tensor:
-    """bool [B, S]: the first position of each sequence. A row counts up by one and restarts at its first number; any
-    other row is one sequence.
+    """bool [B, S]: the first position of each sequence. A row counts up by one and restarts at its first number or at
+    0; any other row is one sequence.
     """
-    again = positions[:, 1:] != positions[:, :-1] + 1
-    packed = (~again | (positions[:, 1:] == positions[:, :1])).all(1, keepdim=True)
+    later = positions[:, 1:]
+    again = later != positions[:, :-1] + 1
+    packed = (~again | (later == positions[:, :1]) | (later == 0)).all(1, keepdim=True)
     return torch.nn.functional.pad(again & packed, (1, 0), value=True)
 
 
