@@ -491,6 +491,43 @@ def test_installed_names_are_found_and_taken_away_again():
         sys.modules.update(before)
 
 
+@pytest.fixture
+def no_flash_attn(monkeypatch):
+    """No module of FlashAttention's names, neither now nor after the test."""
+    for name in [name for name in sys.modules if name.partition(".")[0].startswith("flash_attn")]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0].startswith("flash_attn")]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("no_flash_attn")
+@pytest.mark.parametrize("first", [(2,), (2, 3), (4,)], ids=str)
+def test_names_stay_while_another_installation_needs_them(first):
+    with integration.install(*first) as one:
+        other = integration.install()
+        one.uninstall()
+        assert importlib.import_module("flash_attn") is fa2 and importlib.import_module("flash_attn.bert_padding")
+        assert importlib.metadata.version("flash-attn") == fa2.__version__
+        assert "flash_attn_interface" not in sys.modules and "flash_attn.cute" not in sys.modules
+        other.uninstall()
+        one.uninstall()
+    assert not [name for name in sys.modules if name.partition(".")[0].startswith("flash_attn")]
+
+
+@pytest.mark.usefixtures("no_flash_attn")
+def test_cute_is_no_attribute_once_it_is_not_installed():
+    with integration.install(4):
+        with integration.install(4):
+            pass
+        from flash_attn import cute
+
+        assert cute is fa4
+    assert not hasattr(fa2, "cute")
+    with integration.install(2), pytest.raises(ImportError):
+        from flash_attn import cute
+
+
 def test_another_flash_attn_is_not_replaced(monkeypatch):
     stranger = types.ModuleType("flash_attn")
     stranger.__file__ = "/elsewhere/flash_attn/__init__.py"

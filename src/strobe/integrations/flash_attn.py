@@ -77,7 +77,7 @@ class Installed(DistributionFinder):
 
     def __init__(self, originals: list[_Original]):
         self._originals = originals
-        modules = {
+        self._modules = modules = {
             name: importlib.import_module(ours) for original in originals for name, ours in original.modules.items()
         }
         for name, module in modules.items():
@@ -94,12 +94,22 @@ class Installed(DistributionFinder):
         _forget()
 
     def uninstall(self) -> None:
-        """Undo the installation. A second call does nothing."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-            for name in self._added:
-                sys.modules.pop(name, None)
-            _forget()
+        """Undo the installation. Names that another installation has stay until that is undone. A second call does
+        nothing.
+        """
+        if self not in sys.meta_path:
+            return
+        sys.meta_path.remove(self)
+        others = [finder for finder in sys.meta_path if isinstance(finder, Installed)]
+        for name in self._added:
+            heir = next((other for other in others if name in other._modules), None)
+            if heir is not None:
+                heir._added.append(name)
+                continue
+            sys.modules.pop(name, None)
+            if name == "flash_attn.cute":
+                vars(self._modules["flash_attn"]).pop("cute", None)
+        _forget()
 
     def __enter__(self) -> Installed:
         return self
