@@ -154,6 +154,23 @@ def test_padded_tensors_have_lengths_too(device):
         torch.testing.assert_close(lse[row, :, :rows], wanted_lse)
 
 
+SIZES = {
+    "k of more entries": ((3, 4), (3, 4), "k: got batch 3, expected q's batch 2"),
+    "k of one entry": ((1, 4), (1, 4), "k: got batch 1, expected q's batch 2"),
+    "v of other entries and keys": ((2, 4), (4, 2), "v: got batch 4, expected q's batch 2"),
+    "v of more keys": ((2, 4), (2, 5), "v: got 5 keys, expected k's 4 keys"),
+}
+
+
+@pytest.mark.parametrize("given", ["seqused_q", "seqused_k", "window_size"])
+@pytest.mark.parametrize("case", SIZES)
+def test_padded_tensors_that_do_not_belong_together_are_refused(case, given):
+    k, v, message = SIZES[case]
+    options = {given: (None, -1) if given == "window_size" else _ints([4, 4])}
+    with pytest.raises(strobe.InvalidProblem, match=f"^{message}; "):
+        fa4.flash_attn_varlen_func(_random(2, 4, 2, 8), _random(*k, 2, 8), _random(*v, 2, 8), **options)
+
+
 def test_the_private_backward_is_autograds(device):
     q, k, v = _packed(device, grad=True)
     given = Used(_ints(USED_Q, device), _ints(USED_K, device))

@@ -130,6 +130,13 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, setting: Setting, used: Used) -> tup
     if any(not isinstance(t, Tensor) or t.dim() != 4 for t in (q, k, v)):
         return forward(q, k, v, setting)  # its argument check raises
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    for name, given in (("k", k), ("v", v)):
+        if len(given) != batch:
+            got, remedy = f"batch {len(given)}", f"expand {name} to q's batch"
+            raise InvalidProblem(name, got, f"q's batch {batch}", remedy)
+    if v.shape[1] != seqlen_k:
+        got, remedy = f"{v.shape[1]} keys", "give k and v the same length"
+        raise InvalidProblem("v", got, f"k's {seqlen_k} keys", remedy)
     if used.seqused_q is not None or used.seqused_k is not None:
         offsets = [
             torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length for length in (seqlen_q, seqlen_k)
