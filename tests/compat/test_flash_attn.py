@@ -426,6 +426,23 @@ def test_hints_about_speed_change_nothing(hint):
     )
 
 
+def test_the_pattern_of_dropout_is_not_returned():
+    q, offsets = _random(1, 5, 4, 16), _offsets(0, 5)
+    options = {"dropout_p": 0.1, "return_attn_probs": True}
+    refused = pytest.raises(
+        NotImplementedError, match=r"^return_attn_probs: got True beside dropout_p=0\.1, expected False"
+    )
+    qkv = torch.stack([q] * 3, 2)
+    with refused:
+        fa2.flash_attn_func(q, q, q, **options)
+    with refused:
+        fa2.flash_attn_qkvpacked_func(qkv, **options)
+    with refused:
+        fa2.flash_attn_varlen_qkvpacked_func(qkv[0], offsets, 5, **options)
+    with pytest.raises(strobe.InvalidProblem, match=r"^dropout_p: got 2\.0"):
+        fa2.flash_attn_func(q, q, q, dropout_p=2.0)
+
+
 def test_alibi_slopes_and_dropout():
     """The bias is that of the original's formula, aligned at the bottom right; the mask of dropout is strobe's."""
     generator = torch.Generator().manual_seed(0)

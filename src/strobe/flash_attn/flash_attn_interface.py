@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..compat.block_table import forward_paged
 from ..compat.kvcache import Cache, forward_cached
 from ..compat.signatures import Setting, applied, attend, forward, refuse, unpacked
+from ..errors import UnsupportedProblem, describe
 from . import flash_attn_2_cuda as flash_attn_gpu
 
 # ---------------------------------------------------------------- the public functions
@@ -25,13 +26,14 @@ def flash_attn_func(
     torch.Size([2, 5, 4, 16])
 
     q is [B, S_q, H_q, D], k and v are [B, S_k, H_kv, D]; out is like q. With return_attn_probs: (out, softmax_lse,
-    S_dmask). S_dmask is empty. alibi_slopes [H_q] or [B, H_q] subtract slope * |i + S_k - S_q - j| from the score of
-    row i and key j. Dropout draws other random numbers than the original.
+    S_dmask). S_dmask, the pattern of dropout, is empty, so dropout_p must be 0 then. alibi_slopes [H_q] or [B, H_q]
+    subtract slope * |i + S_k - S_q - j| from the score of row i and key j. Dropout draws other random numbers than the
+    original.
     """
     setting = Setting(
         softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes=alibi_slopes, dropout_p=dropout_p
     )
-    return (*forward(q, k, v, setting), q.new_zeros(0)) if return_attn_probs else attend(q, k, v, setting)
+    return _with_lse(q, k, v, setting) if return_attn_probs else attend(q, k, v, setting)
 
 
 def flash_attn_kvpacked_func(
@@ -80,7 +82,7 @@ def flash_attn_varlen_func(
         refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
         out, lse = forward_paged(q, k, v, setting, block_table)
         return (out, lse, q.new_zeros(0)) if return_attn_probs else out
-    return (*forward(q, k, v, setting), q.new_zeros(0)) if return_attn_probs else attend(q, k, v, setting)
+    return _with_lse(q, k, v, setting) if return_attn_probs else attend(q, k, v, setting)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -104,6 +106,15 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *scores, deterministic, return_attn_probs
     )
+
+
+def _with_lse(q, k, v, setting):
+    """(out, softmax_lse, S_dmask). The original's S_dmask is empty without dropout."""
+    if setting.dropout_p:
+        remedy = "strobe keeps no pattern of dropped weights; leave one of the two out"
+        got = f"True beside dropout_p={setting.dropout_p}"
+        raise UnsupportedProblem(describe("return_attn_probs", got, "False", remedy))
+    return *forward(q, k, v, setting), q.new_zeros(0)
 
 
 def flash_attn_with_kvcache(
