@@ -214,6 +214,15 @@ def test_flex_attention_has_torchs_signature_and_results():
     assert torch.allclose(one[0], strobe.flex_attention(q, k, v, enable_gqa=True)[0], atol=2e-6)
 
 
+def test_flex_attention_refuses_return_lse_beside_return_aux():
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    q, k, v = (t.detach().transpose(1, 2) for t in _tensors(torch.float32))
+    for asked in (AuxRequest(max_scores=True), AuxRequest(lse=True)):
+        with pytest.raises(strobe.InvalidProblem, match="return_lse: got True beside return_aux, expected False; "):
+            strobe.flex_attention(q, k, v, enable_gqa=True, return_lse=True, return_aux=asked)
+
+
 def test_a_block_mask_hides_what_its_lists_leave_out():
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -34,8 +34,8 @@ def flex_attention(
         score_mod: (score, b, h, q_idx, kv_idx) -> score.
         block_mask: a BlockMask of torch. Blocks in no list are not seen.
         enable_gqa: key and value may have fewer heads than query.
-        return_lse: return (out, lse). return_aux: an AuxRequest of lse, max_scores or both. max_scores, the greatest
-            score of each row after score_mod and mask, has no gradient.
+        return_lse: return (out, lse). return_aux, in its place: an AuxRequest of lse, max_scores or both. max_scores,
+            the greatest score of each row after score_mod and mask, has no gradient.
         kernel_options: ignored; they tune torch's own kernels.
 
     On CPUs the backward of 16-bit inputs reads an output in float32, as torch's dense reference computes it, and not
@@ -55,6 +55,9 @@ def flex_attention(
         raise wrong_type("block_mask", block_mask, "a torch.nn.attention.flex_attention.BlockMask or None", remedy)
     if return_aux is not None and not hasattr(return_aux, "max_scores"):
         raise wrong_type("return_aux", return_aux, "an AuxRequest or None", "pass AuxRequest(lse=True)")
+    if return_lse and return_aux is not None:
+        remedy = "pass return_aux=AuxRequest(lse=True) alone"
+        raise InvalidProblem("return_lse", "True beside return_aux", "False", remedy)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         got, expected = f"{key.shape[1]} heads", f"query's {query.shape[1]} heads"
         raise InvalidProblem("key", got, expected, "pass enable_gqa=True to share key heads")
