@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from strobe.bench.rings import RINGS
 from strobe.cli.main import main
@@ -25,6 +26,13 @@ def test_the_distributed_suite_lists_its_cases(capsys):
 def test_the_distributed_suite_refuses_what_it_does_not_know(flags, named, capsys):
     assert main(["bench", "distributed", "--device", "cpu", *flags]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_the_distributed_suite_refuses_one_of_several_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert main(["bench", "distributed", "--device", "cuda:1", "--list"]) == 2
+    assert "--device: got cuda:1, expected cuda or cpu; it runs on all GPUs" in capsys.readouterr().err
+    assert main(["bench", "distributed", "--device", "cuda", "--list"]) == 0
 
 
 @pytest.mark.nightly

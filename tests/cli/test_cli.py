@@ -287,6 +287,7 @@ def test_bench_says_what_is_wrong(tiny, tmp_path, refused) -> None:
     assert "'cudnn'" in refused("bench", "decode", "--rivals", "cudnn", "--device", "cpu")
     assert "over cold caches" in refused("bench", "decode", "--plot", "a.svg", "--device", "cpu")
     assert "the parts of a call" in refused("bench", "overhead", "--case", "call")
+    assert "--rounds" in refused("bench", "overhead", "--rounds", "3", "--list")
     assert "one of H100, H200, B200, B300;" in refused("bench", "roofline", "--target", "abacus")
     assert "dense_tiny" in refused("bench", "cpu", "--case", "nonesuch")
     assert "sdpa_mask" in refused("bench", "cpu", "--rivals", "sdpa,abacus")

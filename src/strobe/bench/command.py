@@ -222,13 +222,10 @@ def _list(cases: list[Case], as_json: str | None) -> None:
 def _overhead(arguments: argparse.Namespace) -> int:
     from .overhead import measure
 
-    if arguments.case or arguments.rivals or arguments.plot or arguments.kernel or arguments.data != NORMAL:
-        raise InvalidProblem(
-            "--case, --data, --rivals, --plot, --kernel",
-            "overhead",
-            "none of them",
-            "it measures the parts of a call, all together",
-        )
+    a = arguments
+    if a.case or a.rivals or a.plot or a.kernel or a.rounds or a.data != NORMAL:
+        flags = "--case, --data, --rivals, --plot, --kernel, --rounds"
+        raise InvalidProblem(flags, "overhead", "none of them", "it measures the parts of a call, all together")
     if arguments.list:
         print(json.dumps(list(_PARTS))) if arguments.json else table.show(["part", ""], list(_PARTS.items()))
         return 0
@@ -251,6 +248,8 @@ def _distributed(arguments: argparse.Namespace, device: torch.device) -> int:
     if a.rivals or a.plot or a.kernel or a.graph or a.flush or a.rounds or a.data != NORMAL:
         flags = "--data, --flush, --graph, --kernel, --plot, --rivals, --rounds"
         raise InvalidProblem(flags, "distributed", "none of them", "it runs its own processes and contenders")
+    if device.index is not None:
+        raise InvalidProblem("--device", device, "cuda or cpu", "it runs on all GPUs")
     on_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
     cases = distributed.suite(a.case, not on_gpus)
     if a.list:
