@@ -234,6 +234,22 @@ def test_autocast_leaves_a_call_alone_that_is_given_out():
     assert torch.equal(out, strobe.attention(q, q, q))
 
 
+@pytest.mark.parametrize("options", (
+    {"score_mod": lambda s, b, h, q, k: s * 0.5}, {"mask": strobe.mask_mod(lambda b, h, q, k: (q + k) % 3 < 2)},
+    {"mask": strobe.mask_mod(lambda b, h, q, k: q >= k)}, {"dropout_p": 0.1, "dropout_seed": 3},
+), ids=("score", "mask", "window", "dropout"))  # fmt: skip
+def test_autocast_leaves_a_call_with_functions_alone_that_is_given_out(options):
+    q = torch.randn(1, 9, 2, 16)
+    out, packed = torch.empty_like(q), torch.empty_like(q[0])
+    offsets = torch.tensor([0, 9], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        strobe.attention(q, q, q, out=out, **options)
+        strobe.attention_varlen(q[0], q[0], q[0], cu_seqlens_q=offsets, out=packed, **options)
+        assert strobe.attention(q, q, q, **options).dtype == torch.bfloat16
+    expected = strobe.attention(q, q, q, **options)
+    assert torch.equal(out, expected) and torch.equal(packed, expected[0])
+
+
 def test_autocast_hands_gradients_back_in_float32():
     q, k, v = (torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3))
     with torch.autocast("cpu", torch.bfloat16):

@@ -45,16 +45,17 @@ NOTHING = BoundScore("", "", (), ())  # of a call without a score or mask
 
 def bind(
     call: Call, score: object, mask: Mask | None, dropout: Dropout | None = None, max_scores: bool = False,
-    is_part: bool = False,
+    is_part: bool = False, has_out: bool = False,
 ) -> Call:  # fmt: skip
     """The call with its custom score and mask: programs, and the tensors and numbers that the functions capture now.
 
     score: a ScoreMod, a function, or None. Of the mask only a function is read; the call has the built-in part.
-    is_part: the functions are those of a larger call.
+    is_part: the functions are those of a larger call. has_out: the result is written to a given tensor, so autocast
+    casts nothing, as in torch.
     """
     if torch_private.are_functorch_transforms_active():
         raise UnsupportedProblem("score_mod or a mask function under torch.func: call attention outside the transform")
-    if torch_private.is_any_autocast_enabled():
+    if not has_out and torch_private.is_any_autocast_enabled():
         call = in_autocasts_dtype(call)
     needs_grad = wants_gradients(call)
     bound = seen = NOTHING
@@ -86,7 +87,7 @@ def attend(
     """out and lse of a call with or without a custom score and mask."""
     if score is None and dropout is None and not isinstance(mask, MaskMod):
         return attention.run(call, out, not call.partial)
-    return run_bound(bind(call, score, mask, dropout), out)
+    return run_bound(bind(call, score, mask, dropout, has_out=out is not None), out)
 
 
 def run_bound(call: Call, out: Tensor | None = None) -> tuple[Tensor, ...]:
