@@ -223,6 +223,20 @@ def test_flex_attention_refuses_return_lse_beside_return_aux():
             strobe.flex_attention(q, k, v, enable_gqa=True, return_lse=True, return_aux=asked)
 
 
+def test_flex_attention_under_autocast_has_one_dtype():
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    q = torch.randn(1, 2, 16, 8)
+    for dtype, expected in ((torch.float32, torch.bfloat16), (torch.float64, torch.float64)):
+        x, wide = q.to(dtype), torch.promote_types(dtype, torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            alone, (out, lse) = strobe.flex_attention(x, x, x), strobe.flex_attention(x, x, x, return_lse=True)
+            beside, aux = strobe.flex_attention(x, x, x, return_aux=AuxRequest(lse=True, max_scores=True))
+        assert {alone.dtype, out.dtype, beside.dtype} == {expected}
+        assert (lse.dtype, aux.lse.dtype) == (wide, wide)
+        assert torch.allclose(alone, out, atol=1e-2) and torch.equal(out, beside)
+
+
 def test_a_block_mask_hides_what_its_lists_leave_out():
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -80,7 +80,7 @@ def flex_attention(
         call = ops_mods.bind(call, score_mod, mask, max_scores=wants_max)
         found, lse, *rest = ops_mods.run_bound(call)
         greatest = rest[0] if rest else None
-        out = found.to(query.dtype).transpose(1, 2)
+        out = found.to(call.q.dtype).transpose(1, 2)  # autocast's dtype, if it is enabled
     else:
         out, lse = attention(q, k, v, mask=mask, score_mod=score_mod, scale=scale).transpose(1, 2), None
     if return_aux is None:
