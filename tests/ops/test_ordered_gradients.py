@@ -273,6 +273,25 @@ def test_a_sequence_longer_than_promised_has_no_gradient(second_pass):
     assert found.isnan().all()
 
 
+def test_a_promise_beyond_the_rows_takes_no_more_steps(second_pass):
+    """A tensor has no sequence longer than its rows, whatever was promised."""
+    slopes = torch.rand(2, requires_grad=True)
+    q = _draw(8, 2, 16).half().requires_grad_()
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+    def gradient(promise):
+        longest = {"max_seqlen_q": promise, "max_seqlen_k": promise}
+        score = lambda s, b, h, q, k: s * slopes[h]
+        out = strobe.attention_varlen(q, q, q, cu_seqlens_q=offsets, score_mod=score, deterministic=True, **longest)
+        return torch.autograd.grad(out.float().sum(), slopes)[0]
+
+    call = Call(q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    rows = PackedRows.of(call, (offsets, offsets), (1 << 30, 1 << 30))
+    assert (rows.longest_q, rows.longest_k) == (8, 8)
+    with on(A100):
+        assert torch.equal(gradient(10**12), gradient(8))
+
+
 def test_a_triton_function_without_a_reference_is_refused(second_pass):
     """The second pass runs in torch operations."""
     bias = strobe.bias(torch.zeros(20, 20, requires_grad=True))
@@ -294,4 +313,4 @@ def test_lengths_are_not_read_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with pytest.raises(strobe.UnsupportedProblem, match="pass max_seqlen_q and max_seqlen_k"):
         PackedRows.of(call, (offsets, offsets), (None, 8))
-    assert PackedRows.of(call, (offsets, offsets), (9, 8)).longest_q == 9
+    assert PackedRows.of(call, (offsets, offsets), (7, 8)).longest_q == 7

@@ -164,7 +164,8 @@ class PackedRows:
                 "deterministic gradients of captured tensors over packed sequences in a CUDA graph: pass max_seqlen_q "
                 "and max_seqlen_k, since the host cannot read the lengths"
             )
-        read = [int(one.max()) if most is None else most for one, most in zip(lengths, longest)]
+        promised = [most if most is None else min(most, total) for most, total in zip(longest, totals)]
+        read = [int(one.max()) if most is None else most for one, most in zip(lengths, promised)]
         if_kept = torch.where((lengths[0] > read[0]).any(), torch.nan, 0.0)
         return PackedRows((ends[0][:-1], ends[1][:-1]), (lengths[0], lengths[1]), read[0], read[1], if_kept)
 
