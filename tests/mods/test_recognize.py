@@ -127,6 +127,19 @@ def test_documents_are_recomputed_when_ids_change():
     assert with_builtin_mask(call) is call  # a document is now two runs
 
 
+def test_a_write_that_changes_no_version_is_seen_after_increment_version():
+    """The remedy in docs/guides/mask_functions.md, for NumPy, DLPack, `.data` and a user's own kernels."""
+    ids = IDS[0].clone()
+    call = call_of(strobe.mask_mod(lambda b, h, q, k: ids[q] == ids[k]), 64, 64)
+    for write in (lambda: ids.numpy().fill(5), lambda: torch.from_dlpack(ids)[20:].fill_(6), lambda: ids.data.fill_(7)):
+        first, version = with_builtin_mask(call), ids._version
+        write()
+        assert ids._version == version and with_builtin_mask(call).spans_q is first.spans_q
+        torch.autograd.graph.increment_version(ids)
+        assert torch.equal(seen_by(with_builtin_mask(call)), seen_by(call))
+        assert not torch.equal(seen_by(first), seen_by(call))
+
+
 def test_packed_sequences_have_windows_where_their_lengths_are_equal():
     q, offsets = torch.randn(64, 2, 16), torch.tensor([0, 20, 64], dtype=torch.int32)
     mask = strobe.mask_mod(lambda b, h, q, k: (q >= k) & (q - k < 9))
