@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import strobe
 from tests.processes import WORLD, together
@@ -214,10 +218,21 @@ def _placed(mesh, cache, placements: dict):
     )
 
 
+class Moves(TorchDispatchMode):
+    """Records the exchanges between processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.extend([str(func)] * ("c10d" in str(func)))
+        return func(*args, **(kwargs or {}))
+
+
 def _decoding(rank: int) -> None:
     """A cache by heads, by batch and whole: what is appended, what is read, and where the result lies."""
     from torch.distributed.tensor import Replicate, Shard, init_device_mesh
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     mesh = init_device_mesh("cpu", (WORLD,))
     generator = torch.Generator().manual_seed(2)
@@ -249,17 +264,10 @@ def _decoding(rank: int) -> None:
                     mine, own = _apart(mesh, other, ways[name]).to_local(), pool.to_local()
                     assert torch.equal(own.view(torch.uint8), mine.view(torch.uint8)), (name, ways)
                 options = {"sinks": _apart(mesh, sinks, heads), "window": (4, 0), "softcap": 2.0}
-                moved = []
-
-                class Moves(TorchDispatchMode):
-                    def __torch_dispatch__(self, op, types, args=(), kwargs=None, moved=moved):
-                        moved.extend([str(op)] * ("c10d" in str(op)))
-                        return op(*args, **(kwargs or {}))
-
                 rows_apart = _apart(mesh, q, rows)
-                with Moves():
+                with Moves() as moves:
                     got = strobe.attention_decode(rows_apart, apart, **options)
-                assert got.placements == (rows,) and moved == []
+                assert got.placements == (rows,) and moves.seen == []
                 torch.testing.assert_close(
                     got.full_tensor(), expected, rtol=1e-6 if eight_bits else 1e-12, atol=1e-6 if eight_bits else 1e-12
                 )
@@ -280,6 +288,58 @@ def _decoding(rank: int) -> None:
     got = strobe.attention_decode(
         _apart(mesh, q, Shard(2)), apart
     )  # three key heads do not divide by two: none may be read for another
+    torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+
+
+def _packed_over_caches(rank: int) -> None:
+    """Packed queries over a cache by heads and whole: what is read, and where the result lies."""
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    generator = torch.Generator().manual_seed(4)
+    offsets, sinks = torch.tensor([0, 3, 4], dtype=torch.int32), torch.linspace(-1, 1, 4, dtype=torch.float64)
+    given = {"cu_seqlens_q": _apart(mesh, offsets, Replicate()), "max_seqlen_q": 3}
+    for paged, bits in itertools.product((False, True), ("wide", "a scale per head", "a scale per key")):
+        cache, by_batch, by_heads = _caches(mesh, paged, bits != "wide")
+        if bits == "a scale per key":
+            scales = [torch.rand(cache[0].shape[:3], generator=generator) + 0.5 for _ in range(2)]
+            cache = cache._replace(k_scale=scales[0], v_scale=scales[1])
+            by_heads |= {"k_scale": Shard(2), "v_scale": Shard(2)}
+        dtype = torch.float64 if bits == "wide" else torch.float32
+        close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+        close = close if bits == "wide" else partial(close, rtol=1e-6, atol=1e-6)
+        q = torch.randn(5, 4, 8, generator=generator, dtype=torch.float64).to(dtype)  # the last row is padding
+        options = {"window": (4, 0), "softcap": 2.0}
+        expected = strobe.attention_paged(q, cache, cu_seqlens_q=offsets, sinks=sinks, **options)
+        part = strobe.partial_attention_paged(q, cache, cu_seqlens_q=offsets)
+        for ways, rows, heads in (
+            (by_heads, Shard(1), Shard(0)),
+            (dict.fromkeys(by_heads, Replicate()), Replicate(), Replicate()),
+        ):
+            apart, rows_apart = _placed(mesh, cache, ways), _apart(mesh, q, rows)
+            options["sinks"] = _apart(mesh, sinks, heads)
+            with Moves() as moves:
+                got = strobe.attention_paged(rows_apart, apart, **given, **options)
+            assert got.placements == (rows,) and moves.seen == []
+            close(got.full_tensor(), expected)
+            out = _apart(mesh, torch.zeros_like(expected), rows)
+            assert strobe.attention_paged(rows_apart, apart, out=out, **given, **options) is out
+            assert torch.equal(out.full_tensor(), got.full_tensor())
+            some = strobe.partial_attention_paged(rows_apart, apart, **given)
+            assert (some.out.placements, some.lse.placements) == ((rows,), (heads,))
+            close(some.out.full_tensor(), part.out)
+            close(some.lse.full_tensor(), part.lse)
+        if bits == "wide":  # rows and sequences are apart: DTensor moves them, and gloo moves no 8-bit floats
+            moved = strobe.attention_paged(_apart(mesh, q, Shard(0)), _placed(mesh, cache, by_batch), **given)
+            close(moved.full_tensor(), part.out)
+
+    whole = (
+        torch.randn(*shape, 8, dtype=torch.float64, generator=generator) for shape in ((4, 6), (2, 9, 3), (2, 9, 3))
+    )
+    q, k, v = whole  # three key heads do not divide by two: none may be read for another
+    expected = strobe.attention_paged(q, strobe.DenseCache(k, v, lengths := torch.tensor([9, 5])), cu_seqlens_q=offsets)
+    apart = strobe.DenseCache(*(_apart(mesh, t, Shard(2)) for t in (k, v)), _apart(mesh, lengths, Replicate()))
+    got = strobe.attention_paged(_apart(mesh, q, Shard(1)), apart, **given)
     torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -343,12 +403,15 @@ def _into_out(rank: int) -> None:
 
 
 def _compiled(rank: int) -> None:
-    """One step over a cache by heads, and a mask by batch, each as one graph."""
+    """One step over a cache by heads, with packed queries, too, and a mask by batch, each as one graph."""
     from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
     def step(q, k, v, lengths, new, new_v):
         strobe.append(strobe.DenseCache(k, v, lengths - 1), new, new_v)
         return strobe.attention_decode(q, strobe.DenseCache(k, v, lengths))
+
+    def packed(q, k, v, lengths, offsets):
+        return strobe.attention_paged(q, strobe.DenseCache(k, v, lengths), cu_seqlens_q=offsets)
 
     def masked(q, k, v, ids):
         return strobe.attention(q, k, v, mask=strobe.documents(ids))
@@ -368,7 +431,9 @@ def _compiled(rank: int) -> None:
         (v[:, :1], Shard(2)),
     )
     batch = tuple((t[:, :5], Shard(0)) for t in (q, k, v, ids))
-    for function, placed in ((step, heads), (masked, batch)):
+    offsets = torch.tensor([0, 3, 5], dtype=torch.int32)
+    tokens = (q[0], Shard(1)), *heads[1:4], (offsets, Replicate())
+    for function, placed in ((step, heads), (packed, tokens), (masked, batch)):
         expected = function(*(t.clone() for t, _ in placed))
         got = torch.compile(function, fullgraph=True, backend="aot_eager")(
             *(_apart(mesh, t, placement) for t, placement in placed)
@@ -410,7 +475,7 @@ def _functions(rank: int) -> None:
 
 
 def _all(rank: int) -> None:
-    for work in (_documents, _decoding, _refused, _into_out, _compiled, _functions):
+    for work in (_documents, _decoding, _packed_over_caches, _refused, _into_out, _compiled, _functions):
         work(rank)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..problem.call import accumulator
 from ..problem.decode import refuse_gradients
 from ..problem.paged import PagedCall, PagedProblem, check
-from ..problem.torch_state import written_by_copy
+from ..problem.torch_state import is_distributed, written_by_copy
 from ..selection.select import Choice
 from . import vmap
 from .attention import LIBRARY
@@ -83,6 +83,10 @@ def run(call: PagedCall, out: Tensor | None = None, alone: bool = False) -> tupl
         return attend(call, choice, alone, out)
     call = prepare(call)
     refuse_gradients(call.tensors if out is None else [*call.tensors, out], "attention_paged")
+    if is_distributed(call.q):
+        from . import sharding  # at the first DTensor
+
+        sharding.teach()
     if out is not None:
         check_no_vmap(out, call.tensors)
         if written_by_copy(out):

@@ -14,18 +14,20 @@ from ..errors import InvalidProblem, UnsupportedProblem, wrong_type
 from ..problem.append import AppendCall
 from ..problem.call import OPTIONAL_TENSORS, Call
 from ..problem.decode import DecodeCall
+from ..problem.paged import PagedCall
 
 _taught = False
 
 
 @torch.compiler.assume_constant_result  # torch.compile runs this function and does not trace it
 def teach() -> None:
-    """Register the sharding rules of forward, backward and decode, once."""
+    """Register the sharding rules of forward, backward, decode and paged, once."""
     global _taught
     if not _taught:
         register_sharding(torch.ops.strobe.forward.default)(_forward)
         register_sharding(torch.ops.strobe.backward.default)(_backward)
         register_sharding(torch.ops.strobe.decode.default)(_decode)
+        register_sharding(torch.ops.strobe.paged.default)(_paged)
     _taught = True
 
 
@@ -88,14 +90,27 @@ def _placements(call: Call, count: int, by_heads: tuple, by_rows: tuple = ()) ->
 
 def _decode(*flat):
     call = DecodeCall(*flat)
-    placed = (*((t, Shard(2)) for t in call[:3]), *((t, Shard(0)) for t in (call.k_scale, call.v_scale, call.sinks)))
-    rules = [([Replicate(), Replicate()], _beside(call, Replicate(), Replicate(), Replicate()))]
+    by_heads = _beside(call, Shard(2), Replicate(), Shard(0))
+    by_batch = _beside(call, _pools_by_batch(call), Shard(0), Replicate())._replace(q=Shard(0))
+    return [*_whole_or_by_heads(call, [Shard(2), Shard(1)], by_heads), ([Shard(0), Shard(0)], list(by_batch))]
+
+
+def _paged(*flat):
+    call = PagedCall(*flat)
+    by_heads = _beside(call, Shard(2), Replicate(), Shard(0))._replace(q=Shard(1))
+    return _whole_or_by_heads(call, [Shard(1), Shard(0)], by_heads)
+
+
+def _whole_or_by_heads(call: DecodeCall | PagedCall, results: list, by_heads: Any) -> list[tuple[list, list]]:
+    """The rules of a call with all tensors replicated and, if the heads divide, sharded by heads.
+
+    results: placements of out and lse by heads. by_heads: the call with placements instead of tensors.
+    """
+    rules = [([Replicate(), Replicate()], list(_beside(call, Replicate(), Replicate(), Replicate())))]
+    placed = [(t, placement) for t, placement in zip(call, by_heads) if isinstance(placement, Shard)]
     if _heads_divide(call.k.shape[2], placed):
-        rules.append(([Shard(2), Shard(1)], _beside(call, Shard(2), Replicate(), Shard(0))))
-    rules.append(
-        ([Shard(0), Shard(0)], _beside(call, _pools_by_batch(call), Shard(0), Replicate())._replace(q=Shard(0)))
-    )
-    return [(results, list(arguments)) for results, arguments in rules]
+        rules.append((results, list(by_heads)))
+    return rules
 
 
 def _pools_by_batch(call: DecodeCall | AppendCall) -> Shard | Replicate:
@@ -108,15 +123,19 @@ def _pools_by_batch(call: DecodeCall | AppendCall) -> Shard | Replicate:
 def _beside(call: Any, qkv: Placement, sequences: Placement, heads: Placement) -> Any:
     """A call on a cache with placements instead of tensors.
 
-    qkv: placement of q, k_new, v_new and the pools. sequences: placement of tensors with one row per sequence. heads:
-    placement of tensors with one number per head.
+    qkv: placement of q, k_new, v_new, the pools and scales of each key and head. sequences: placement of tensors with
+    one row per sequence, and of offsets. heads: placement of tensors with one number per head.
     """
+    k_scale, v_scale = (
+        qkv if scale is not None and scale.ndim > 1 else heads for scale in (call.k_scale, call.v_scale)
+    )
     of = {
         "seqlens": sequences,
+        "cu_seqlens_q": sequences,
         "page_table": sequences,
         "k_start": sequences,
-        "k_scale": heads,
-        "v_scale": heads,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
         "sinks": heads,
     }
     of |= dict.fromkeys(("q", "k_new", "v_new", "k", "v"), qkv) | dict.fromkeys(("cos", "sin"), Replicate())
