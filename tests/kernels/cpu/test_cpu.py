@@ -21,6 +21,7 @@ from strobe.ops import attention as ops
 from strobe.problem.call import Call
 from strobe.problem.mask import Mask, Tile, TileKind
 from strobe.testing import CASES, assert_as_good_as, assert_gradients_as_good_as
+from tests.kernels.empty_rows import UPSTREAM, assert_no_gradients_of_empty_rows
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (1, 2, 15, 63, 64, 127, 128, 129, 130, 300)
@@ -525,3 +526,8 @@ def test_a_scale_that_float32_rounds_to_0_keeps_nan(options):
     assert part.lse.isnan().nonzero().tolist() == [[0, 0, 2]] and part.out.isnan().any(-1).nonzero().tolist() == [
         [0, 2, 0]
     ]
+
+
+@pytest.mark.parametrize("name, which", UPSTREAM)
+def test_rows_without_keys_have_no_gradients(name, which):
+    assert_no_gradients_of_empty_rows(name, which, "cpu")

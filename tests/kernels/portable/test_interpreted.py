@@ -14,6 +14,7 @@ import torch
 import strobe
 from strobe.env import ENV
 from strobe.testing import CASES, FAMILIES
+from tests.kernels.empty_rows import UPSTREAM, assert_no_gradients_of_empty_rows
 from tests.kernels.run_cases import RUN_CASES, assert_runs
 
 pytestmark = pytest.mark.skipif(not ENV.interpret, reason="TRITON_INTERPRET is not set")
@@ -99,3 +100,8 @@ def test_bfloat16_is_refused_by_name(gradients):
 @pytest.mark.parametrize("name", RUN_CASES)
 def test_interpreted_runs_over_shared_keys(name):
     assert_runs(RUN_CASES[name]._replace(head_dim=16).build("cpu", torch.float32, "portable"))
+
+
+@pytest.mark.parametrize("name, which", UPSTREAM)
+def test_rows_without_keys_have_no_gradients(name, which):
+    assert_no_gradients_of_empty_rows(name, which, "portable")

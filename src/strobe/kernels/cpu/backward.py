@@ -147,13 +147,17 @@ def _read(chunk: Chunk, call: Call, tensors: Backward, index, config: Config) ->
     if tensors.dlse is not None:
         delta -= chunk.read_values(tensors.dlse, index)
     lse_log2 = chunk.read_values(tensors.lse, index) * LOG2_E
-    if call.mods is not None:  # a row without a visible key: exp2(-inf - inf) is 0
-        lse_log2 = lse_log2.masked_fill(lse_log2 == -torch.inf, torch.inf)
+    if call.mods is not None:  # a row without a visible key: exp2(-inf - inf) is 0, and do and dlse may be NaN
+        empty = lse_log2 == -torch.inf
+        lse_log2, delta = lse_log2.masked_fill(empty, torch.inf), delta.masked_fill(empty, 0.0)
     q, do = (read_block(chunk, t, index, dtype, config) for t in (call.q, tensors.dout))
-    if not config.fixed_tiles:
-        return _Rows(q, do, lse_log2, delta), delta
-    lines = (padded(t.unflatten(1, (chunk.group, -1)), 2, config.block_m).flatten(1, 2) for t in (lse_log2, delta))
-    return _Rows(q, do, *lines), delta
+    lines = lse_log2, delta
+    if config.fixed_tiles:
+        lines = (padded(t.unflatten(1, (chunk.group, -1)), 2, config.block_m).flatten(1, 2) for t in lines)
+    rows = _Rows(q, do, *lines)
+    if call.mods is not None:
+        rows = rows._replace(do=do.masked_fill(rows.lse_log2 == torch.inf, 0.0))
+    return rows, delta
 
 
 def _fill(found: Pieces, call: Call, tensors: Backward) -> None:

@@ -53,8 +53,8 @@ def delta_kernel(tensors, strides, shape, traits: tl.constexpr, BLOCK_M: tl.cons
     out = row_of(tensors.out, strides.out, index // heads, pid * 0, index % heads)
     do = load_rows(dout, m_offsets, columns, strides.dout.row, row_ok, traits.head_dim_v).to(traits.accumulator)
     o = load_rows(out, m_offsets, columns, strides.out.row, row_ok, traits.head_dim_v).to(traits.accumulator)
-    # delta = rowsum(dO * O) - dLSE
-    delta = tl.sum(do * o, 1)
+    # delta = rowsum(dO * O) - dLSE; O of a row without keys is 0, and its dO may be NaN
+    delta = tl.sum(tl.where(o == 0, 0.0, do * o), 1)
     rows = index.to(tl.int64) * num_rows + m_offsets
     if tensors.dlse is not None:
         delta -= tl.load(tensors.dlse + rows, mask=row_ok, other=0.0)
@@ -66,10 +66,11 @@ def delta_kernel(tensors, strides, shape, traits: tl.constexpr, BLOCK_M: tl.cons
 
 @triton.jit
 def load_per_row(lse, delta, m_offsets, row_ok):
-    """RowStatistics."""
+    """RowStatistics. A row without keys has weights of 0 by its lse of +inf, and delta 0, although dLSE may be NaN."""
     row_lse = tl.load(lse + m_offsets, mask=row_ok, other=float("-inf")) * 1.4426950408889634
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    return RowStatistics(row_lse, tl.load(delta + m_offsets, mask=row_ok, other=0.0))
+    row_delta = tl.load(delta + m_offsets, mask=row_ok, other=0.0)
+    is_empty = row_lse == float("-inf")
+    return RowStatistics(tl.where(is_empty, float("inf"), row_lse), tl.where(is_empty, 0.0, row_delta))
 
 
 @triton.jit
@@ -139,10 +140,9 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
     so that P^T and dS^T are operands in registers.
     """
     BLOCK_M: tl.constexpr = traits.block_m
-    q_source = tile_source(head.q, seqlen.seqlen_q, traits.head_dim, strides.q.row, BLOCK_M, traits.block_d, traits)
-    do_source = tile_source(
-        head.dout, seqlen.seqlen_q, traits.head_dim_v, strides.dout.row, BLOCK_M, traits.block_dv, traits
-    )
+    rows = tl.maximum(keys.m_stop, 0)  # later rows may see no key, and their dO may be NaN
+    q_source = tile_source(head.q, rows, traits.head_dim, strides.q.row, BLOCK_M, traits.block_d, traits)
+    do_source = tile_source(head.dout, rows, traits.head_dim_v, strides.dout.row, BLOCK_M, traits.block_dv, traits)
     dk, dv = sums.dk, sums.dv
     at_begin, at_stop, listed = keys.m_first, keys.m_stop, None
     if traits.has_block_lists:
@@ -177,6 +177,8 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
         d_v = tl.arange(0, traits.block_dv)
         do = load_tile(do_source, m_start, m_offsets, d_v, strides.dout.row, row_ok, traits.head_dim_v, traits)
         do = do.to(v.dtype)
+        if traits.score_mod is not None or traits.mask_mod is not None:  # they may leave a row no key, and its dO be NaN
+            do = tl.where((stats.lse != float("inf"))[:, None], do, 0.0)
         kept = drop_weights(p, q_idx, kv_idx, mods, traits)
         dv = tl.dot(kept.to(v.dtype), do, dv, input_precision="ieee", out_dtype=traits.accumulator)
         # dP^T = V dO^T
@@ -190,10 +192,9 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
 
 @triton.jit
 def visible_rows(keys, n_last, seqlen, window, traits: tl.constexpr):
-    """A KeyTile with its rows cut to those that see a key of n_start .. n_last - 1, from a whole tile of rows on."""
+    """A KeyTile with its rows cut to those that see a key of n_start .. n_last - 1. None of them is without keys."""
     bounds = (seqlen.seqlen_k, window.left, window.right)
     m_first = tl.maximum(first_row(keys.n_start, seqlen.seqlen_q, bounds, seqlen.prefix, traits), keys.m_first)
-    m_first = m_first // traits.block_m * traits.block_m
     m_stop = tl.minimum(stop_row(n_last - 1, seqlen.seqlen_q, bounds, traits), keys.m_stop)
     m_stop = tl.where(keys.n_start < n_last, m_stop, m_first)
     return KeyTile(keys.n_start, keys.n_stop, m_first, m_stop, keys.document)
@@ -320,6 +321,8 @@ def dq_of_blocks(q, do, stats, head, ids_k, strides, blocks, rows, seqlen, softm
         dp = drop_weights(dp, q_idx, kv_idx, mods, traits)
         # dQ += dS K
         ds = score_gradient(p, dp, stats.delta[:, None], s, q_idx, kv_idx, mods, traits)
+        if traits.sinks and (traits.mask.documents or traits.has_mods):  # the lse of a row without keys is the sink
+            ds = tl.where(p == 0, 0.0, ds)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=traits.accumulator)
     return dq
 
@@ -333,8 +336,11 @@ def dq_of_rows(head, ids_k, strides, rows, seqlen, window, softmax, mods, traits
     blocks = blocks_of_rows(m_offsets, rows, seqlen, window, traits)
     q = load_queries(head.q, m_offsets, strides.q.row, row_ok, traits)
     d_v = tl.arange(0, traits.block_dv)
-    do = load_rows(head.dout, m_offsets, d_v, strides.dout.row, row_ok, traits.head_dim_v).to(q.dtype)
-    stats = load_per_row(head.lse, head.delta, m_offsets, row_ok)
+    sees_keys = row_ok & (blocks.first < blocks.stop)  # gradients of rows without keys may be NaN
+    stats = load_per_row(head.lse, head.delta, m_offsets, sees_keys)
+    if traits.mask.documents or traits.has_mods:
+        sees_keys = sees_keys & (stats.lse != float("inf"))
+    do = load_rows(head.dout, m_offsets, d_v, strides.dout.row, sees_keys, traits.head_dim_v).to(q.dtype)
     # mainloop
     dq = dq_of_blocks(q, do, stats, head, ids_k, strides, blocks, rows, seqlen, softmax, mods, traits)
     # epilogue
