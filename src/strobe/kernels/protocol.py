@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import lru_cache
 from importlib import import_module
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..errors import BROKEN, KernelFault, describe
 from ..problem.append import AppendProblem
-from ..problem.call import Dense
+from ..problem.call import Dense, accumulator
 from ..problem.decode import DecodeProblem
 from ..problem.mask import MaskStructure
 from ..problem.problem import Problem
@@ -136,6 +137,17 @@ def fills_tiles(problem: Problem, block_n: int) -> bool:
 def strides_of(tensor: Tensor, problem: Problem) -> tuple[int, ...]:
     """(batch, row, head) strides in elements. A packed tensor is one batch entry."""
     return (0, *tensor.stride()[:2]) if problem.packed else tensor.stride()[:3]
+
+
+def away_from_0(value: float, dtype: torch.dtype) -> float:
+    """A scale or cap, at least the smallest normal number of the dtype's accumulator unless it is 0. Rounded to 0, it
+    would make NaN of a masked score of -inf.
+
+    >>> away_from_0(-1e-60, torch.bfloat16) == -(2.0**-126), away_from_0(1e-60, torch.float64)
+    (True, 1e-60)
+    """
+    least = torch.finfo(accumulator(dtype)).tiny
+    return math.copysign(least, value) if 0 < abs(value) < least else value
 
 
 @lru_cache

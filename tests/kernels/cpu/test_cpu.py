@@ -22,6 +22,7 @@ from strobe.problem.call import Call
 from strobe.problem.mask import Mask, Tile, TileKind
 from strobe.testing import CASES, assert_as_good_as, assert_gradients_as_good_as
 from tests.kernels.empty_rows import UPSTREAM, assert_no_gradients_of_empty_rows
+from tests.kernels.small_scales import OPTIONS, assert_means_of_values
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (1, 2, 15, 63, 64, 127, 128, 129, 130, 300)
@@ -531,3 +532,9 @@ def test_a_scale_that_float32_rounds_to_0_keeps_nan(options):
 @pytest.mark.parametrize("name, which", UPSTREAM)
 def test_rows_without_keys_have_no_gradients(name, which):
     assert_no_gradients_of_empty_rows(name, which, "cpu")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_scale_below_float32_gives_means_of_values(options, dtype):
+    assert_means_of_values(options, dtype, "cpu")

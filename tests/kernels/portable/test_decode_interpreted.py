@@ -15,6 +15,7 @@ from strobe.problem.target import FAKES
 from strobe.testing import FAMILIES
 from strobe.testing.decode import DECODES, assert_decode_as_good_as
 from tests.decoding import draw_table, expected, fill_unowned, judged, on, wide_sums
+from tests.kernels.small_scales import assert_decode_means_of_values
 from tests.ops import test_append as appended
 from tests.ops import test_decode, test_decode_bits
 
@@ -197,3 +198,8 @@ def test_bfloat16_is_refused_by_name(name):
     """The interpreter multiplies its bits as integers: errors of 1e8, and nothing said."""
     with pytest.raises(strobe.UnsupportedProblem, match=r"TRITON_INTERPRET.*bfloat16"):
         ops_decode.run(DECODES[name].build("cpu", torch.bfloat16, kernel="portable"))
+
+
+@pytest.mark.parametrize("scale", [1e-60, -1e-60])
+def test_a_scale_below_float32_gives_means_of_values(scale):
+    assert_decode_means_of_values(scale, "portable")

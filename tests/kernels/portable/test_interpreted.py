@@ -16,6 +16,7 @@ from strobe.env import ENV
 from strobe.testing import CASES, FAMILIES
 from tests.kernels.empty_rows import UPSTREAM, assert_no_gradients_of_empty_rows
 from tests.kernels.run_cases import RUN_CASES, assert_runs
+from tests.kernels.small_scales import OPTIONS, assert_means_of_values
 
 pytestmark = pytest.mark.skipif(not ENV.interpret, reason="TRITON_INTERPRET is not set")
 
@@ -105,3 +106,9 @@ def test_interpreted_runs_over_shared_keys(name):
 @pytest.mark.parametrize("name, which", UPSTREAM)
 def test_rows_without_keys_have_no_gradients(name, which):
     assert_no_gradients_of_empty_rows(name, which, "portable")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_scale_below_float32_gives_means_of_values(options, dtype):
+    assert_means_of_values(options, dtype, "portable")

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...problem.call import Call
 from ...problem.problem import Problem
 from ...problem.torch_private import KERNELS_CALLABLE, torch_kernel
-from ..protocol import Backward, Forward
+from ..protocol import Backward, Forward, away_from_0
 from .pieces import Piece, part
 
 # With fewer keys than a vector, torch's maximum drops NaN, and a row of NaN looks like a row without keys. A vector
@@ -90,13 +90,13 @@ def forward(
     heads_q = slice(heads.start * problem.group, heads.stop * problem.group)
     rows, keys = (piece.entries, piece.rows, heads_q), (piece.entries, piece.keys, heads)
     q, k, v = (_turned(t[at]) for t, at in zip(call[:3], (rows, keys, keys)))
-    doubtful = None
+    doubtful, scale = None, away_from_0(problem.scale, problem.dtype)
     if shape is Shape.BAND:
-        out, lse = TORCH(q, k, v, 0.0, False, attn_mask=_hidden(piece), scale=problem.scale)
+        out, lse = TORCH(q, k, v, 0.0, False, attn_mask=_hidden(piece), scale=scale)
         if lse.isnan().any():
             doubtful = lse.isnan()
     else:
-        out, lse = TORCH(q, k, v, 0.0, shape is Shape.CAUSAL, scale=problem.scale)
+        out, lse = TORCH(q, k, v, 0.0, shape is Shape.CAUSAL, scale=scale)
     if shape is not Shape.BAND and piece.n_keys < VECTOR and lost_nan(lse):
         doubtful = lse == 0
     out = out.transpose(1, 2).to(tensors.out.dtype)
@@ -157,7 +157,8 @@ def backward(piece: Piece, heads: slice, call: Call, tensors: Backward, problem:
     dout, out = (_turned(t[rows]) for t in (tensors.dout, tensors.out))
     lse = tensors.lse[piece.entries, heads_q, piece.rows]
     dout, q, k, v, out = (t.to(lse.dtype) for t in (dout, q, k, v, out))
-    grads = TORCH_BACKWARD(dout, q, k, v, out, lse, 0.0, not _sees_all(piece), scale=problem.scale)
+    scale = away_from_0(problem.scale, problem.dtype)
+    grads = TORCH_BACKWARD(dout, q, k, v, out, lse, 0.0, not _sees_all(piece), scale=scale)
     for target, at, grad in zip((tensors.dq, tensors.dk, tensors.dv), (rows, keys, keys), grads):
         target[at] = grad.transpose(1, 2).to(target.dtype)
 

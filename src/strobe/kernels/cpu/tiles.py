@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...problem.problem import Problem
+from ..protocol import away_from_0
 from .pieces import Index, Piece, part
 
 LOG2_E = math.log2(math.e)
@@ -187,8 +188,7 @@ class Scores(NamedTuple):
         """In log2 units, or in natural units for a problem with a custom score or mask."""
         unit = LOG2_E if problem.mods is None else 1.0
         factor = problem.scale / problem.softcap if problem.softcap else problem.scale * unit
-        rounded = torch.tensor(factor, dtype=wide(problem.dtype)).item()  # in the product's dtype, where 1e-60 is 0
-        return Scores(rounded, problem.softcap * unit)
+        return Scores(away_from_0(factor, problem.dtype), away_from_0(problem.softcap * unit, problem.dtype))
 
     def write(self, s: Tensor, q: Tensor, k: Tensor) -> None:
         if self.factor:

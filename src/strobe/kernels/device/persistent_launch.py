@@ -10,7 +10,7 @@ from torch import Tensor
 from ...errors import KernelFault
 from ...problem.call import Call
 from ...problem.problem import Problem
-from ..protocol import Forward, Plan, keys_a_row
+from ..protocol import Forward, Plan, away_from_0, keys_a_row
 from ..runtime import error_flags, launcher
 from ..runtime.compile_cache import hash_callees_first
 from ..runtime.launch_cache import CACHE, Replay, forward_addresses
@@ -149,4 +149,5 @@ def softmax_parameters(problem: Problem) -> tuple[float, float]:
     log2 units.
     """
     cap = problem.softcap
-    return (cap * LOG2_E, problem.scale / cap) if cap else (problem.scale * LOG2_E, 0.0)
+    found = (cap * LOG2_E, problem.scale / cap) if cap else (problem.scale * LOG2_E, 0.0)
+    return away_from_0(found[0], problem.dtype), away_from_0(found[1], problem.dtype)

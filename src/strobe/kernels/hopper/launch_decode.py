@@ -15,7 +15,7 @@ from ...problem.problem import Problem
 from .. import protocol
 from ..device.forward_arguments import HookParams, WindowParams
 from ..device.persistent_launch import LOG2_E, MOST_TILES, Launch
-from ..protocol import Forward, Plan
+from ..protocol import Forward, Plan, away_from_0
 from ..runtime import batch_invariant, error_flags, launcher
 from ..runtime.launch_cache import CACHE, forward_addresses
 from ..runtime.mod_function import mod_aux
@@ -158,4 +158,5 @@ def softmax_parameters(problem: DecodeProblem | Problem) -> tuple[float, float]:
     scale_log2 it is in log2 units.
     """
     scale, cap = abs(problem.scale) or 1.0, problem.softcap
-    return (cap * LOG2_E, scale / cap) if cap else (scale * LOG2_E, 0.0)
+    found = (cap * LOG2_E, scale / cap) if cap else (scale * LOG2_E, 0.0)
+    return away_from_0(found[0], problem.dtype), away_from_0(found[1], problem.dtype)

@@ -177,7 +177,7 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
         d_v = tl.arange(0, traits.block_dv)
         do = load_tile(do_source, m_start, m_offsets, d_v, strides.dout.row, row_ok, traits.head_dim_v, traits)
         do = do.to(v.dtype)
-        if traits.score_mod is not None or traits.mask_mod is not None:  # they may leave a row no key, and its dO be NaN
+        if traits.score_mod is not None or traits.mask_mod is not None:  # they may leave rows no key, and NaN in dO
             do = tl.where((stats.lse != float("inf"))[:, None], do, 0.0)
         kept = drop_weights(p, q_idx, kv_idx, mods, traits)
         dv = tl.dot(kept.to(v.dtype), do, dv, input_precision="ieee", out_dtype=traits.accumulator)

@@ -15,7 +15,7 @@ from ...problem.decode import DecodeProblem
 from ...problem.problem import ALIGNMENT, Packed, Problem
 from ..device.dropout import DropoutParams
 from ..device.forward_arguments import CuSeqlens, WindowParams
-from ..protocol import Backward, Forward, Plan, entries, strides_of
+from ..protocol import Backward, Forward, Plan, away_from_0, entries, strides_of
 from ..runtime import batch_invariant as shared
 from ..runtime import error_flags
 from ..runtime.compile_cache import hash_callees_first
@@ -51,6 +51,7 @@ def softmax_params(
     """
     scale, cap = abs(problem.scale) or 1.0, problem.softcap
     raw_log2, softcap = (cap * LOG2E, scale / cap) if cap else (scale * LOG2E, 0.0)
+    raw_log2, softcap = away_from_0(raw_log2, problem.dtype), away_from_0(softcap, problem.dtype)
     return SoftmaxParams(
         parts(raw_log2 if scale_log2 is None else scale_log2), parts(softcap), parts(scale) if gradients else None
     )
