@@ -538,3 +538,17 @@ def test_rows_without_keys_have_no_gradients(name, which):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_scale_below_float32_gives_means_of_values(options, dtype):
     assert_means_of_values(options, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("options", ({}, {"causal": True}, {"window": (30, 0)}), ids=str)
+def test_a_row_whose_scores_are_all_minus_infinity_is_nan(options, dtype):
+    """Only the mask decides whether a row sees a key. In a row with scores of -inf alone, softmax is 0 / 0."""
+    q, k, v = qkv(1, 40, dtype=dtype)
+    k = k.abs() + 1
+    clean = strobe.partial_attention(q, k, v, **options)
+    q[0, 21, 1, 5] = -torch.inf
+    part = strobe.partial_attention(q, k, v, **options)
+    assert part.out[0, 21, 1].isnan().all()
+    part.out[0, 21, 1], part.lse[0, 1, 21] = clean.out[0, 21, 1], clean.lse[0, 1, 21]
+    assert torch.equal(part.out, clean.out) and torch.equal(part.lse, clean.lse)

@@ -90,17 +90,19 @@ def forward(
     heads_q = slice(heads.start * problem.group, heads.stop * problem.group)
     rows, keys = (piece.entries, piece.rows, heads_q), (piece.entries, piece.keys, heads)
     q, k, v = (_turned(t[at]) for t, at in zip(call[:3], (rows, keys, keys)))
-    doubtful, scale = None, away_from_0(problem.scale, problem.dtype)
+    scale = away_from_0(problem.scale, problem.dtype)
     if shape is Shape.BAND:
         out, lse = TORCH(q, k, v, 0.0, False, attn_mask=_hidden(piece), scale=scale)
-        if lse.isnan().any():
-            doubtful = lse.isnan()
     else:
         out, lse = TORCH(q, k, v, 0.0, shape is Shape.CAUSAL, scale=scale)
-    if shape is not Shape.BAND and piece.n_keys < VECTOR and lost_nan(lse):
-        doubtful = lse == 0
+    doubtful = None
+    if shape is Shape.BAND and lse.isnan().any():
+        doubtful = lse.isnan()
+    if lost_nan(lse):
+        lost = (lse == 0) & (out == 0).all(-1)
+        doubtful = lost if doubtful is None else doubtful | lost
     out = out.transpose(1, 2).to(tensors.out.dtype)
-    if doubtful is not None:
+    if doubtful is not None and doubtful.any():
         tile()
         out = torch.where(doubtful.transpose(1, 2)[..., None], tensors.out[rows], out)
         lse = torch.where(doubtful, tensors.lse[piece.entries, heads_q, piece.rows], lse)
@@ -126,8 +128,8 @@ def _turned(tensor: Tensor) -> Tensor:
 
 
 def lost_nan(lse: Tensor) -> bool:
-    """Whether a row of NaN with fewer keys than a vector may look like a row without keys. torch returns lse 0 for it,
-    which other rows rarely have.
+    """Whether a row of NaN may look like a row without keys: with fewer keys than a vector, or if all of its scores are
+    -inf. torch returns out 0 and lse 0 for it, and other rows rarely have lse 0.
     """
     if lse.numel() > LISTED:
         return not lse.all()
