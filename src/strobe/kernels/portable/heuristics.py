@@ -145,8 +145,11 @@ def padded(width: int) -> int:
 
 
 def _fit(tile: TileConfig, problem: Problem, target: Target, shared_bytes) -> TileConfig:
-    """The config reduced to what target and problem allow: TMA only for aligned rows; tiles fit in shared memory."""
+    """The config reduced to what target and problem allow: TMA only for aligned rows that lie apart; tiles fit in
+    shared memory.
+    """
     tma = tile.tma and target.capability >= FIRST_TMA and problem.alignment == ALIGNMENT and not problem.mask.documents
+    tma = tma and all([strides[-3] for strides in problem.strides])
     tile = replace(tile, tma=tma)
     limit = (target.shared_bytes or 99 * KIB) - 2 * KIB  # reserved for barriers, reductions and padding
     while shared_bytes(tile) > limit:
