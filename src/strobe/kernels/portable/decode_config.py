@@ -11,7 +11,7 @@ from torch import Tensor
 from ...env import ENV
 from ...problem.append import AppendCall, AppendProblem
 from ...problem.cache import FP8
-from ...problem.call import DTYPES, FARTHEST
+from ...problem.call import DTYPES, FARTHEST, MOST_SCALE
 from ...problem.decode import DecodeCall, DecodeProblem
 from ...problem.problem import Problem
 from ...problem.target import KIB, Target
@@ -26,6 +26,7 @@ from .heuristics import Widths, padded
 LEAST_CAPABILITY = 80
 FIRST_FP8 = 89  # first capability with conversions of 8-bit floats; below it their bits are decoded
 MOST_WIDTH = 256
+LEAST_SCALE = 2.0**-96  # the last bits of smaller float64 lie below the smallest float32
 # rows per tile; the last for head dimensions above 128, whose o would spill
 LEAST_ROWS, MOST_ROWS, MOST_ROWS_WIDE = 16, 64, 32
 INVARIANT_ROWS = 32  # batch_invariant: a constant, because it determines the bits
@@ -197,6 +198,15 @@ def against_interpreter(dtype: torch.dtype) -> str | None:
     return None
 
 
+def against_scale(problem: Problem | DecodeProblem) -> str | None:
+    """Why launches, which pass a float64 as three float32, cannot pass the scale and softcap, or None."""
+    scale, cap = abs(problem.scale) or 1.0, problem.softcap
+    passed = (scale, cap, scale / cap) if cap else (scale,)
+    if problem.dtype != torch.float64 or all(LEAST_SCALE <= number <= MOST_SCALE for number in passed):
+        return None
+    return f"float64 with scale, softcap and scale / softcap from {LEAST_SCALE:.3g} to {MOST_SCALE:g}, or scale 0"
+
+
 class PortableDecode:
     name = "portable.decode"
 
@@ -209,7 +219,8 @@ class PortableDecode:
                 "float64 over 8-bit keys: Triton compiles no product of float64 tiles that were converted; give "
                 "queries in float32"
             )
-        return against_texts(problem) or against_interpreter(problem.dtype) or _why_not(problem, target)
+        why_not = against_texts(problem) or against_interpreter(problem.dtype) or against_scale(problem)
+        return why_not or _why_not(problem, target)
 
     def config(self, problem: DecodeProblem, target: Target) -> DecodeConfig:
         return decode_config(problem, target)

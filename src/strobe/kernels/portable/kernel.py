@@ -20,7 +20,7 @@ from ..runtime.hook_constants import HookConstants, ListedBlocks, function_key
 from ..runtime.mod_function import against_texts, mod_aux, mod_functions
 from .decode_config import APPEND as APPEND
 from .decode_config import DECODE as DECODE
-from .decode_config import InvariantConfig, against_interpreter, invariant_config
+from .decode_config import InvariantConfig, against_interpreter, against_scale, invariant_config
 from .heuristics import TileConfig, Widths, backward_tiles, forward_tile
 from .paged_config import PAGED as PAGED
 
@@ -129,7 +129,7 @@ def _why_not(problem: Problem, target: Target) -> str | None:
         return f"needs a GPU of sm_{LEAST_CAPABILITY} or later; this target is {target.words}"
     if target.kind == "cuda" and target.capability < LEAST_CAPABILITY:
         return f"needs sm_{LEAST_CAPABILITY} or later; this target is sm_{target.capability}"
-    if reason := against_interpreter(problem.dtype):
+    if reason := against_interpreter(problem.dtype) or against_scale(problem):
         return reason
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > MOST_WIDTH:
