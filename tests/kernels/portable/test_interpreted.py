@@ -112,3 +112,13 @@ def test_rows_without_keys_have_no_gradients(name, which):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_scale_below_float32_gives_means_of_values(options, dtype):
     assert_means_of_values(options, dtype, "portable")
+
+
+def test_interpreted_dropout_drops_what_the_cpu_drops():
+    q = torch.randn(1, 40, 2, 16, requires_grad=True)
+    results = []
+    for kernel in ("portable", "cpu"):
+        out = strobe.attention(q, q, q, dropout_p=0.3, dropout_seed=5, kernel=kernel)
+        results.append((out, *torch.autograd.grad(out.sum(), q)))
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

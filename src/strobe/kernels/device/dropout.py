@@ -65,7 +65,7 @@ def dropout_stream(params, b, h):
     if params.offsets is not None:
         x += tl.load(params.offsets + 3).to(tl.uint32)
         y += tl.load(params.offsets + 2).to(tl.uint32)
-    least = (params.p * 4294967296.0).to(tl.int64).to(tl.uint32)
+    least = (tl.full([], 4294967296.0, tl.float32) * params.p).to(tl.int64).to(tl.uint32)
     return DropoutStream(x, y, key, least, params.scale)
 
 
