@@ -232,3 +232,14 @@ def test_int64_metadata_means_the_same():
     far = strobe.attention_decode(q[:, :1], strobe.DenseCache(k, k, int64(3, 2**40)))
     assert torch.equal(far, strobe.attention_decode(q[:, :1], strobe.DenseCache(k, k, int64(3, 8))))
     assert any("seqlens" in word for word in strobe.last_errors())
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+def test_int64_ids_beyond_int32_stay_apart(sides):
+    ids = torch.tensor([[2**31 - 1, 2**31 - 1, 2**33, 2**33, -1, 2**63 - 1, -(2**40), 0]])
+    others = (ids,) if sides == 1 else (ids, ids[:, [5, 0, 2, 2, 7, 4]])
+    expected = (ids[:, :, None] == others[-1][:, None, :]) & (ids >= 0)[:, :, None]
+    assert torch.equal(strobe.documents(*others).dense(ids.shape[1], others[-1].shape[1]), expected)
+    if sides == 2:  # of two dtypes
+        mask = strobe.documents(ids[:, 6:], int32([[0, -1, 5]]))
+        assert mask.dense(2, 3).tolist() == [[[False] * 3, [True, False, False]]]

@@ -81,13 +81,7 @@ class Documents:
 
 GENERAL: dict[str, Callable[[Mask], Any]] = {}  # "mask": a mask as a mask function; mods.mask puts it here
 _COUNT = (int, torch.SymInt)
-_FIELDS = {
-    "left": _COUNT,
-    "right": _COUNT,
-    "prefix": (*_COUNT, Tensor),
-    "key_lengths": (Tensor,),
-    "documents": (Documents,),
-}
+_FIELDS = dict(left=_COUNT, right=_COUNT, prefix=(*_COUNT, Tensor), key_lengths=(Tensor,), documents=(Documents,))
 _MAKERS = {
     "left": "window",
     "right": "window",
@@ -328,21 +322,17 @@ def documents(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
     >>> documents(torch.tensor([[0, 0, 1, -1]], dtype=torch.int32)).dense(4, 4)[0].int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
     """
-    # computed once if both sides share the ids
-    ids_q = _int32("documents ids_q", ids_q, 2).clone(memory_format=torch.contiguous_format)
-    ids_k = ids_q if ids_k is None else _int32("documents ids_k", ids_k, 2).clone(memory_format=torch.contiguous_format)
+    ids_q = _integers("documents ids_q", ids_q, 2)
+    ids_k = ids_q if ids_k is None else _integers("documents ids_k", ids_k, 2)
     if ids_q.shape[0] != ids_k.shape[0]:
         raise InvalidProblem(
-            "documents ids_k",
-            f"batch {ids_k.shape[0]}",
-            f"ids_q's batch {ids_q.shape[0]}",
-            "give both for the same batch",
+            "documents ids_k", f"batch {ids_k.shape[0]}", f"ids_q's batch {ids_q.shape[0]}", "give both for one batch"
         )
     if ids_q.device != ids_k.device:
         raise InvalidProblem(
             "documents ids_k", ids_k.device, f"ids_q's device {ids_q.device}", "move both to one device"
         )
-    return Mask(documents=Documents.of(ids_q, ids_k))
+    return Mask(documents=Documents.of(*_own_ids(ids_q, ids_k)))
 
 
 def key_lengths(lengths: Tensor) -> Mask:
@@ -402,15 +392,30 @@ def as_int32(tensor: Tensor) -> Tensor:
     return tensor.clamp(-(2**31), 2**31 - 1).to(torch.int32) if tensor.dtype == torch.int64 else tensor
 
 
+def _own_ids(ids_q: Tensor, ids_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of ids in int32. An int64 id may lie beyond int32, so it becomes its rank among those of both sides."""
+    both = [ids_q] if ids_k is ids_q else [ids_q, ids_k]
+    if all(ids.dtype == torch.int32 for ids in both) or any(map(is_distributed, both)):
+        own = [as_int32(ids).clone(memory_format=torch.contiguous_format) for ids in both]
+    else:
+        ordered = torch.cat([ids.long() for ids in both], 1).sort(1).values
+        ranks = [torch.searchsorted(ordered, ids.long().contiguous()) for ids in both]
+        own = [rank.to(torch.int32).masked_fill(ids < 0, -1) for rank, ids in zip(ranks, both)]
+    return own[0], own[-1]
+
+
 def _int32(argument: str, tensor: Tensor, rank: int) -> Tensor:
+    return as_int32(_integers(argument, tensor, rank))
+
+
+def _integers(argument: str, tensor: Tensor, rank: int) -> Tensor:
     shape = "[B]" if rank == 1 else "[B, S]"
     if not isinstance(tensor, Tensor):
         raise wrong_type(
             argument, tensor, f"an int32 tensor {shape}", "wrap it in torch.tensor(..., dtype=torch.int32)"
         )
     check_strided(argument, tensor)
-    tensor = as_int32(tensor)
-    if tensor.dtype != torch.int32:
+    if tensor.dtype not in (torch.int32, torch.int64):
         raise InvalidProblem(argument, tensor.dtype, "torch.int32", "convert it with .to(torch.int32)")
     if tensor.dim() != rank:
         raise InvalidProblem(argument, f"shape {list(tensor.shape)}", shape, f"give {rank} dimension{'s' * (rank > 1)}")
@@ -424,10 +429,7 @@ def _least(a: int | Tensor | None, b: int | Tensor | None, name: str = "") -> An
     if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape != b.shape or a.device != b.device):
         got, expected = (f"{list(one.shape)} on {one.device}" for one in (b, a))
         raise InvalidProblem(
-            f"mask {name}",
-            got,
-            f"{expected}, like the other mask",
-            "give both for the same batch entries",
+            f"mask {name}", got, f"{expected}, like the other mask", "give both for the same batch entries"
         )
     if isinstance(a, Tensor):
         return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=min(b, MOST_KEYS))
