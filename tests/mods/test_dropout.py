@@ -148,7 +148,7 @@ def test_kernels_without_dropout_are_passed_over():
 
 @pytest.mark.parametrize(
     ("options", "match"),
-    (({"dropout_p": 1.0}, "without 1"), ({"dropout_p": -0.1}, "without 1"),
+    (({"dropout_p": 1.0}, "below 1"), ({"dropout_p": -0.1}, "below 1"), ({"dropout_p": 1 - 1e-8}, "below 1"),
      ({"dropout_p": P, "dropout_seed": 2**64}, "64 bits"),
      ({"dropout_p": P, "dropout_seed": torch.tensor([1, 2])}, "int64"),
      ({"dropout_p": P, "batch_invariant": True}, "batch_inv"),
