@@ -139,8 +139,10 @@ def addressable(out: Tensor, pack_gqa: bool = False) -> Tensor:
     itemsize, bits = out.element_size(), out.data_ptr()
     for stride in out.stride()[:-1]:
         bits |= stride * itemsize
-    if bits % ALIGNMENT == 0 and out.stride(-1) == 1 and not (
-        pack_gqa and out.dim() == 3 and not heads_merge_with_rows(out.stride(), out.shape[1])
+    if (
+        bits % ALIGNMENT == 0
+        and out.stride(-1) == 1
+        and not (pack_gqa and out.dim() == 3 and not heads_merge_with_rows(out.stride(), out.shape[1]))
     ):
         return out
     whole = -(-out.shape[-1] * itemsize // ALIGNMENT) * ALIGNMENT // itemsize

@@ -81,7 +81,7 @@ def score_gradient(p, dp, delta, s, q_idx, kv_idx, mods, traits: tl.constexpr):
     ds = p * (dp - delta)
     ds = gradient_of_raw(ds, s, q_idx, kv_idx, mods, traits)
     if traits.softcap:
-        ds = ds * (1.0 - s * s)
+        ds = tl.where(p == 0, 0.0, ds * (1.0 - s * s))  # s of a hidden key may be NaN
     return ds
 
 
