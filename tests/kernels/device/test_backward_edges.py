@@ -26,6 +26,7 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> lis
     return [torch.randn(shape, generator=draw).to(dtype).requires_grad_() for shape in shapes]
 
 
+@pytest.mark.nightly_cases("H200")
 @pytest.mark.parametrize(
     "target, offsets_k, deterministic",
     [
