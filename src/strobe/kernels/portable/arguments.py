@@ -41,6 +41,7 @@ class ForwardStrides(NamedTuple):
 class DeltaTensors(NamedTuple):
     dout: Any
     out: Any
+    lse: Any
     dlse: Any
     delta: Any  # as lse
 

@@ -53,11 +53,13 @@ def delta_kernel(tensors, strides, shape, traits: tl.constexpr, BLOCK_M: tl.cons
     out = row_of(tensors.out, strides.out, index // heads, pid * 0, index % heads)
     do = load_rows(dout, m_offsets, columns, strides.dout.row, row_ok, traits.head_dim_v).to(traits.accumulator)
     o = load_rows(out, m_offsets, columns, strides.out.row, row_ok, traits.head_dim_v).to(traits.accumulator)
-    # delta = rowsum(dO * O) - dLSE; O of a row without keys is 0, and its dO may be NaN
+    # delta = rowsum(dO * O) - dLSE, and 0 in a row without keys, of which dO and dLSE may be NaN
     delta = tl.sum(tl.where(o == 0, 0.0, do * o), 1)
     rows = index.to(tl.int64) * num_rows + m_offsets
     if tensors.dlse is not None:
-        delta -= tl.load(tensors.dlse + rows, mask=row_ok, other=0.0)
+        lse = tl.load(tensors.lse + rows, mask=row_ok, other=0.0)
+        dlse = tl.load(tensors.dlse + rows, mask=row_ok, other=0.0)
+        delta -= tl.where(lse == float("-inf"), 0.0, dlse)
     tl.store(tensors.delta + rows, delta, mask=row_ok)
 
 
@@ -66,11 +68,10 @@ def delta_kernel(tensors, strides, shape, traits: tl.constexpr, BLOCK_M: tl.cons
 
 @triton.jit
 def load_per_row(lse, delta, m_offsets, row_ok):
-    """RowStatistics. A row without keys has weights of 0 by its lse of +inf, and delta 0, although dLSE may be NaN."""
+    """RowStatistics."""
     row_lse = tl.load(lse + m_offsets, mask=row_ok, other=float("-inf")) * 1.4426950408889634
-    row_delta = tl.load(delta + m_offsets, mask=row_ok, other=0.0)
-    is_empty = row_lse == float("-inf")
-    return RowStatistics(tl.where(is_empty, float("inf"), row_lse), tl.where(is_empty, 0.0, row_delta))
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    return RowStatistics(row_lse, tl.load(delta + m_offsets, mask=row_ok, other=0.0))
 
 
 @triton.jit
@@ -140,11 +141,14 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
     so that P^T and dS^T are operands in registers.
     """
     BLOCK_M: tl.constexpr = traits.block_m
-    rows = tl.maximum(keys.m_stop, 0)  # later rows may see no key, and their dO may be NaN
-    q_source = tile_source(head.q, rows, traits.head_dim, strides.q.row, BLOCK_M, traits.block_d, traits)
-    do_source = tile_source(head.dout, rows, traits.head_dim_v, strides.dout.row, BLOCK_M, traits.block_dv, traits)
+    q_source = tile_source(head.q, seqlen.seqlen_q, traits.head_dim, strides.q.row, BLOCK_M, traits.block_d, traits)
+    # dO of rows outside m_first .. m_stop - 1 is read as 0: where they see no key, it may be NaN
+    m_first = keys.m_first if traits.tma and traits.mask.right else keys.m_first * 0  # row 0 of the descriptor
+    dout = head.dout + m_first.to(tl.int64) * strides.dout.row
+    rows = tl.maximum(keys.m_stop - m_first, 0)
+    do_source = tile_source(dout, rows, traits.head_dim_v, strides.dout.row, BLOCK_M, traits.block_dv, traits)
     dk, dv = sums.dk, sums.dv
-    at_begin, at_stop, listed = keys.m_first, keys.m_stop, None
+    at_begin, at_stop, listed = keys.m_first // BLOCK_M * BLOCK_M, keys.m_stop, None
     if traits.has_block_lists:
         listed, at_stop = list_of_tile(keys.n_start // traits.block_n, at_begin < at_stop, mods, traits)
         at_begin = at_stop * 0
@@ -175,7 +179,9 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
             p = tl.where(kv_idx < tl.minimum(keys.n_stop, seqlen.num_keys), p, 0.0)
         # dV += P^T dO
         d_v = tl.arange(0, traits.block_dv)
-        do = load_tile(do_source, m_start, m_offsets, d_v, strides.dout.row, row_ok, traits.head_dim_v, traits)
+        do_ok = row_ok & (m_offsets >= keys.m_first) if traits.mask.right else row_ok
+        do_start = m_start - m_first
+        do = load_tile(do_source, do_start, m_offsets, d_v, strides.dout.row, do_ok, traits.head_dim_v, traits)
         do = do.to(v.dtype)
         if traits.score_mod is not None or traits.mask_mod is not None:  # they may leave rows no key, and NaN in dO
             do = tl.where((stats.lse != float("inf"))[:, None], do, 0.0)
@@ -192,7 +198,7 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
 
 @triton.jit
 def visible_rows(keys, n_last, seqlen, window, traits: tl.constexpr):
-    """A KeyTile with its rows cut to those that see a key of n_start .. n_last - 1. None of them is without keys."""
+    """A KeyTile with its rows cut to those that see a key of n_start .. n_last - 1."""
     bounds = (seqlen.seqlen_k, window.left, window.right)
     m_first = tl.maximum(first_row(keys.n_start, seqlen.seqlen_q, bounds, seqlen.prefix, traits), keys.m_first)
     m_stop = tl.minimum(stop_row(n_last - 1, seqlen.seqlen_q, bounds, traits), keys.m_stop)

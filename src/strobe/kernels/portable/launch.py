@@ -175,7 +175,7 @@ def backward_launches(plan: Plan, call: Call, t: Backward, aux: ScoreModAux | No
     q, k, v, do, dq, dk, dv = (_strides(x, problem) for x in (call.q, call.k, call.v, dout, t.dq, t.dk, t.dv))
     num_rows = t.lse.shape[-1]
     delta = (
-        DeltaTensors(dout, t.out, t.dlse, t.delta),
+        DeltaTensors(dout, t.out, t.lse, t.dlse, t.delta),
         DeltaStrides(do, _strides(t.out, problem)),
         (problem.heads_q, num_rows),
         traits_q,
