@@ -250,8 +250,8 @@ class ComputeWarps:
         if traits.masks and traits.masks_p:
             if is_partial:
                 p = mask.apply_mask(p, 0.0, m_start, start, traits)
-        capped = gl.maximum(capped, -1.0)  # a number where it is NaN: P of hidden keys stays 0
-        return p.to(self.maps.dk.main.dtype), p * (1.0 - capped * capped)
+        # min returns a number where tanh is NaN: the slope of hidden keys stays 0
+        return p.to(self.maps.dk.main.dtype), p * (1.0 - gl.minimum(capped * capped, 1.0))
 
     @gluon.jit
     def score_gradients(self, slope, state):

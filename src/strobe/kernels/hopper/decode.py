@@ -339,10 +339,10 @@ def packed_rows(cu_seqlens, tile, num_keys, shape, traits: gl.constexpr):
     start = offset_at(cu_seqlens, tile.batch + 1, shape.batch, shape.total_q)
     stop = offset_at(cu_seqlens, tile.batch + 2, shape.batch, shape.total_q)
     has_rows = (start < stop) & (stop - start <= shape.seqlen_q)
-    first_token = gl.where(has_rows, shape.seqlen_q - (stop - start), shape.seqlen_q)
+    # without rows, after all rows of a tile, some of which may have no token
+    first_token = gl.where(has_rows, shape.seqlen_q - (stop - start), shape.seqlen_q + traits.block_m)
     last_token = (tile.block * traits.block_m + traits.block_m - 1) // traits.group
-    has_rows = has_rows & (last_token >= first_token)  # the last row of a tile may lie after the last token
-    return PackedRows(stop - shape.seqlen_q, first_token, gl.where(has_rows, num_keys, 0))
+    return PackedRows(stop - shape.seqlen_q, first_token, gl.where(last_token < first_token, 0, num_keys))
 
 
 @gluon.jit

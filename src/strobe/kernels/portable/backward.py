@@ -53,8 +53,8 @@ def delta_kernel(tensors, strides, shape, traits: tl.constexpr, BLOCK_M: tl.cons
     out = row_of(tensors.out, strides.out, index // heads, pid * 0, index % heads)
     do = load_rows(dout, m_offsets, columns, strides.dout.row, row_ok, traits.head_dim_v).to(traits.accumulator)
     o = load_rows(out, m_offsets, columns, strides.out.row, row_ok, traits.head_dim_v).to(traits.accumulator)
-    # delta = rowsum(dO * O) - dLSE, and 0 in a row without keys, of which dO and dLSE may be NaN
-    delta = tl.sum(tl.where(o == 0, 0.0, do * o), 1)
+    # delta = rowsum(dO * O) - dLSE; dLSE of a row without keys may be NaN
+    delta = tl.sum(do * o, 1)
     rows = index.to(tl.int64) * num_rows + m_offsets
     if tensors.dlse is not None:
         lse = tl.load(tensors.lse + rows, mask=row_ok, other=0.0)
@@ -82,7 +82,7 @@ def score_gradient(p, dp, delta, s, q_idx, kv_idx, mods, traits: tl.constexpr):
     ds = p * (dp - delta)
     ds = gradient_of_raw(ds, s, q_idx, kv_idx, mods, traits)
     if traits.softcap:
-        ds = tl.where(p == 0, 0.0, ds * (1.0 - s * s))  # s of a hidden key may be NaN
+        ds = ds * (1.0 - tl.minimum(s * s, 1.0))  # a number where s of a hidden key is NaN
     return ds
 
 
@@ -142,13 +142,11 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
     """
     BLOCK_M: tl.constexpr = traits.block_m
     q_source = tile_source(head.q, seqlen.seqlen_q, traits.head_dim, strides.q.row, BLOCK_M, traits.block_d, traits)
-    # dO of rows outside m_first .. m_stop - 1 is read as 0: where they see no key, it may be NaN
-    m_first = keys.m_first if traits.tma and traits.mask.right else keys.m_first * 0  # row 0 of the descriptor
-    dout = head.dout + m_first.to(tl.int64) * strides.dout.row
-    rows = tl.maximum(keys.m_stop - m_first, 0)
-    do_source = tile_source(dout, rows, traits.head_dim_v, strides.dout.row, BLOCK_M, traits.block_dv, traits)
+    do_source = tile_source(
+        head.dout, seqlen.seqlen_q, traits.head_dim_v, strides.dout.row, BLOCK_M, traits.block_dv, traits
+    )
     dk, dv = sums.dk, sums.dv
-    at_begin, at_stop, listed = keys.m_first // BLOCK_M * BLOCK_M, keys.m_stop, None
+    at_begin, at_stop, listed = keys.m_first, keys.m_stop, None
     if traits.has_block_lists:
         listed, at_stop = list_of_tile(keys.n_start // traits.block_n, at_begin < at_stop, mods, traits)
         at_begin = at_stop * 0
@@ -179,12 +177,8 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
             p = tl.where(kv_idx < tl.minimum(keys.n_stop, seqlen.num_keys), p, 0.0)
         # dV += P^T dO
         d_v = tl.arange(0, traits.block_dv)
-        do_ok = row_ok & (m_offsets >= keys.m_first) if traits.mask.right else row_ok
-        do_start = m_start - m_first
-        do = load_tile(do_source, do_start, m_offsets, d_v, strides.dout.row, do_ok, traits.head_dim_v, traits)
+        do = load_tile(do_source, m_start, m_offsets, d_v, strides.dout.row, row_ok, traits.head_dim_v, traits)
         do = do.to(v.dtype)
-        if traits.score_mod is not None or traits.mask_mod is not None:  # they may leave rows no key, and NaN in dO
-            do = tl.where((stats.lse != float("inf"))[:, None], do, 0.0)
         kept = drop_weights(p, q_idx, kv_idx, mods, traits)
         dv = tl.dot(kept.to(v.dtype), do, dv, input_precision="ieee", out_dtype=traits.accumulator)
         # dP^T = V dO^T
@@ -198,9 +192,10 @@ def dk_dv_of_head(k, v, head, ids_q, strides, keys, seqlen, window, softmax, mod
 
 @triton.jit
 def visible_rows(keys, n_last, seqlen, window, traits: tl.constexpr):
-    """A KeyTile with its rows cut to those that see a key of n_start .. n_last - 1."""
+    """A KeyTile with its rows cut to those that see a key of n_start .. n_last - 1, from a whole tile of rows on."""
     bounds = (seqlen.seqlen_k, window.left, window.right)
     m_first = tl.maximum(first_row(keys.n_start, seqlen.seqlen_q, bounds, seqlen.prefix, traits), keys.m_first)
+    m_first = m_first // traits.block_m * traits.block_m
     m_stop = tl.minimum(stop_row(n_last - 1, seqlen.seqlen_q, bounds, traits), keys.m_stop)
     m_stop = tl.where(keys.n_start < n_last, m_stop, m_first)
     return KeyTile(keys.n_start, keys.n_stop, m_first, m_stop, keys.document)
@@ -327,8 +322,6 @@ def dq_of_blocks(q, do, stats, head, ids_k, strides, blocks, rows, seqlen, softm
         dp = drop_weights(dp, q_idx, kv_idx, mods, traits)
         # dQ += dS K
         ds = score_gradient(p, dp, stats.delta[:, None], s, q_idx, kv_idx, mods, traits)
-        if traits.sinks and (traits.mask.documents or traits.has_mods):  # the lse of a row without keys is the sink
-            ds = tl.where(p == 0, 0.0, ds)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee", out_dtype=traits.accumulator)
     return dq
 
@@ -342,11 +335,8 @@ def dq_of_rows(head, ids_k, strides, rows, seqlen, window, softmax, mods, traits
     blocks = blocks_of_rows(m_offsets, rows, seqlen, window, traits)
     q = load_queries(head.q, m_offsets, strides.q.row, row_ok, traits)
     d_v = tl.arange(0, traits.block_dv)
-    sees_keys = row_ok & (blocks.first < blocks.stop)  # gradients of rows without keys may be NaN
-    stats = load_per_row(head.lse, head.delta, m_offsets, sees_keys)
-    if traits.mask.documents or traits.has_mods:
-        sees_keys = sees_keys & (stats.lse != float("inf"))
-    do = load_rows(head.dout, m_offsets, d_v, strides.dout.row, sees_keys, traits.head_dim_v).to(q.dtype)
+    do = load_rows(head.dout, m_offsets, d_v, strides.dout.row, row_ok, traits.head_dim_v).to(q.dtype)
+    stats = load_per_row(head.lse, head.delta, m_offsets, row_ok)
     # mainloop
     dq = dq_of_blocks(q, do, stats, head, ids_k, strides, blocks, rows, seqlen, softmax, mods, traits)
     # epilogue
