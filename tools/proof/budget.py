@@ -187,7 +187,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("keys_kernel", "d192/128 causal", "sm_90", 48, _SERIAL, serialized=True),
     Allowance("keys_kernel", "d64 * group *", "sm_90", 480, _GROUP),
     Allowance("keys_kernel", "d64 group *", "sm_90", 504, _GROUP),
-    Allowance("keys_kernel", "* packed window *", "sm_90", 928, _OPTIONS),
+    Allowance("keys_kernel", "* packed window *", "sm_90", 920, _OPTIONS),
     Allowance("keys_kernel", "d64 dense", "sm_90", 256, _TIMED),
     Allowance("keys_kernel", "d128 runs *", "sm_90", 432, _TIMED),
     Allowance("keys_kernel", "d[19][26]*", "sm_90", 412, _TIMED),
@@ -229,7 +229,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("paged_kernel", "paged d64 few keys", "sm_120", 92, _OFFLINE, family="portable.decode"),
     Allowance("invariant_kernel", "d128 *", "sm_90", 1412, _JOINED, family="hopper"),
     Allowance("invariant_kernel", "d256 *", "sm_90", 208, _JOINED, family="hopper"),
-    Allowance("backward_kernel", "d192/128 window sinks softcap", "sm_90", 220, _CAPPED, family="hopper"),
+    Allowance("backward_kernel", "d192/128 window sinks softcap", "sm_90", 192, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d256 window sinks softcap", "sm_90", 44, _CAPPED, family="hopper"),
     Allowance("backward_kernel", "d256 *", "sm_90", 8, _BETWEEN, family="hopper"),
     # sm_80, 86, 89
@@ -243,7 +243,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d[19]*", "sm_8?", 36, _OFFLINE),
     # sm_100, 103
     Allowance("keys_kernel", "* group *", "sm_10?", 2752, _GROUP),
-    Allowance("keys_kernel", "* packed window *", "sm_10?", 536, _OPTIONS),
+    Allowance("keys_kernel", "* packed window *", "sm_10?", 528, _OPTIONS),
     # sm_120
     Allowance("keys_kernel", "* group *", "sm_120", 1364, _GROUP),
     Allowance("keys_kernel", "* packed window *", "sm_120", 800, _OPTIONS),

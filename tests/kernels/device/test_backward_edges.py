@@ -48,8 +48,14 @@ def test_no_program_waits_for_tiles_that_falling_offsets_hide(target, offsets_k,
     assert any("cu_seqlens_q" in error for error in strobe.last_errors())
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target, softcap",
+    [
+        pytest.param(H200, None, id="H200"),
+        pytest.param(H200, 5.0, id="H200, softcap"),
+        pytest.param(B200, None, id="B200"),
+    ],
+)
 def test_a_row_of_nan_gives_no_weight_to_keys_that_it_does_not_see(target, softcap):
     q, k, v = leaves(*[(1, 80, 1, 64)] * 3)
     with torch.no_grad():

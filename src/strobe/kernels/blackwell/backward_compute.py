@@ -242,11 +242,11 @@ class ComputeWarps:
         traits: gl.constexpr = self.traits
         softmax = self.launch.softmax
         capped = tanh(s * softmax.softcap)
-        x = capped * softmax.scale_log2 - row_values(lse, start, traits)[None, :]
-        if traits.masks and not traits.masks_p:
+        s = capped
+        if traits.masks and not traits.masks_p:  # -inf minus an LSE of NaN is NaN; other orders spill
             if is_partial:
-                x = mask.apply_mask(x, float("-inf"), m_start, start, traits)
-        p = gl.exp2(x)
+                s = mask.apply_mask(s, float("-inf"), m_start, start, traits)
+        p = gl.exp2(s * softmax.scale_log2 - row_values(lse, start, traits)[None, :])
         if traits.masks and traits.masks_p:
             if is_partial:
                 p = mask.apply_mask(p, 0.0, m_start, start, traits)
