@@ -17,9 +17,9 @@ from .mods import Mods
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 MOST_SCALE = 1e38  # kernels multiply it by log2(e); the product must be a finite float32
-LEAST_SLOPE = 1e-30  # a smaller scale under a cap makes scores of 0, whatever it is
-# larger window bounds are clamped to this, so that a kernel's sum with an int32 position does not overflow
-FARTHEST = 2**30
+FARTHEST = (
+    2**30
+)  # larger window bounds are clamped to this, so that a kernel's sum with an int32 position does not overflow
 
 
 class Call(NamedTuple):
@@ -466,10 +466,10 @@ def check_scores(scale: float | None, softcap: float, q: Tensor) -> None:
     if softcap < 0:
         raise InvalidProblem("softcap", softcap, "a number > 0", "leave it out for none")
     factor = abs(q.shape[-1] ** -0.5 if scale is None else scale)
-    least, most = factor / MOST_SCALE, max(factor, LEAST_SLOPE) * 2.0**126  # beyond, factor / softcap is inf or 0
-    if softcap and factor and not least <= softcap <= most and q.dtype != torch.float64:
-        expected = f"from {least:.3g} to {most:.3g}, for scores in float32"
-        raise InvalidProblem("softcap", softcap, expected, "give one in this range, or none")
+    if softcap and factor > MOST_SCALE * softcap and q.dtype != torch.float64:
+        raise InvalidProblem(
+            "softcap", softcap, f"at least {factor:g} / {MOST_SCALE:g}, for scores in float32", "give a larger one"
+        )
 
 
 def _check_numbers(call: Call) -> None:

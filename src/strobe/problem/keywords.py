@@ -13,8 +13,6 @@ from .mask import NO_BOUND, as_int
 from .mask import window as window_mask
 from .mods import Dropout
 
-LEAST_ONE = 1 - 2.0**-25  # float32 rounds it to 1, for which kernels drop nothing
-
 Window = tuple[int | None, int | None]
 Options = tuple[float | None, float, bool, bool, str]  # scale, softcap, deterministic, batch_invariant, kernel
 
@@ -74,8 +72,8 @@ def _number(name: str, number: float) -> float:
 def dropout_of(p: float, seed: int | Tensor | None, q: Tensor, batch_invariant: bool = False) -> Dropout | None:
     """The Dropout of these keywords; None for a probability of 0."""
     p = _number("dropout_p", p)
-    if not 0 <= p < LEAST_ONE:
-        raise InvalidProblem("dropout_p", p, "a number from 0 to 1, below 1 in float32", "give the share to drop")
+    if not 0 <= p < 1:
+        raise InvalidProblem("dropout_p", p, "a number from 0 to 1, without 1", "give the share of weights to drop")
     if p == 0:
         return None
     if batch_invariant:

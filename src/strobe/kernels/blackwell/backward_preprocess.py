@@ -72,8 +72,9 @@ def preprocess_kernel(tensors, strides, shape, traits: tl.constexpr):
             tl.store(tensors.tile_counter, 0)
     if traits.packed:
         if pid == 0:
-            write_rising_offsets(tensors.cu_seqlens_q, tensors.rising_q, shape.batch)
-            write_rising_offsets(tensors.cu_seqlens_k, tensors.rising_k, shape.batch)
+            many = tl.arange(0, 1024)
+            write_rising_offsets(tensors.cu_seqlens_q, tensors.rising_q, shape.batch, many)
+            write_rising_offsets(tensors.cu_seqlens_k, tensors.rising_k, shape.batch, many)
     sums = tensors.dq_sum + pid.to(tl.int64) * (PARTS * PART)
     for part in tl.static_range(PARTS):
         tl.store(sums + part * PART + tl.arange(0, PART), tl.zeros([PART], tl.float32))

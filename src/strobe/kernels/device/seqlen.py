@@ -148,13 +148,12 @@ def larger(a, b):
 
 
 @triton.jit
-def write_rising_offsets(cu_seqlens, rising, n):
+def write_rising_offsets(cu_seqlens, rising, n, lanes):
     """Copy the offsets, each raised to the largest before it: invalid offsets then name every tile once, so that no
     program waits for one that does not exist. One program does it for all.
     """
-    lanes = tl.arange(0, 1024)
     most = 0
-    for start in range(0, n + 1, 1024):
+    for start in range(0, n + 1, lanes.shape[0]):
         index = start + lanes
         offsets = tl.maximum(tl.load(cu_seqlens + index, mask=index <= n, other=0), most)
         offsets = tl.associative_scan(offsets, 0, larger)

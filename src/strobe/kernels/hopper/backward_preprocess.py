@@ -64,9 +64,9 @@ def rows_kernel(tensors, strides, shape, zeroed, lse_unit, traits: tl.constexpr)
         tl.store(tensors.tile_counter, 0)
     if traits.packed:
         if pid == tl.num_programs(0) - 1:  # the program that starts first
-            n = shape.batch
-            write_rising_offsets(tensors.cu_seqlens_q, tensors.rising_q, n)
-            write_rising_offsets(tensors.cu_seqlens_k, tensors.rising_k, n)
+            n, many = shape.batch, tl.arange(0, 1024)
+            write_rising_offsets(tensors.cu_seqlens_q, tensors.rising_q, n, many)
+            write_rising_offsets(tensors.cu_seqlens_k, tensors.rising_k, n, many)
             if traits.runs:
                 copy_first_keys(tensors.cu_seqlens_k + n + 1, tensors.rising_k + n + 1, n + 1)
     stats = tensors.stats + pid.to(tl.int64) * BLOCK_M + lanes
