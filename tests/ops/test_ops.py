@@ -585,3 +585,20 @@ def test_explain_tells_what_runs_under_autocast_and_with_gradients():
     assert choice.problem.dtype == torch.bfloat16 and choice.backward is not None
     with torch.no_grad():
         assert strobe.explain(q, q, q).backward is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"score_mod": lambda s, b, h, i, j: s + j}, id="score_mod"),
+        pytest.param({"dropout_p": 0.3, "dropout_seed": 1}, id="dropout"),
+    ],
+)
+def test_rows_of_a_pack_without_sequences_need_no_kernel(options, monkeypatch):
+    monkeypatch.setattr(ops, "_launch", None)
+    q, k, sinks = (torch.randn(shape, requires_grad=True) for shape in ((5, 2, 16), (7, 1, 16), 2))
+    offsets = torch.zeros(1, dtype=torch.int32)
+    out = strobe.attention_varlen(q, k, k, cu_seqlens_q=offsets, cu_seqlens_k=offsets, sinks=sinks, **options)
+    assert not any(t.any() for t in (out, *torch.autograd.grad(out.sum(), (q, k, sinks))))
+    assert ops.run(Call(q, k, k, cu_seqlens_q=offsets, cu_seqlens_k=offsets))[1].eq(-torch.inf).all()

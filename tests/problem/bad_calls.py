@@ -445,5 +445,14 @@ FLOAT32 = [  # what scores in float32 cannot be made with
             softcap=1e-10,
             scale=1e30,
         ),
+        _dense(
+            f"{function.__name__}: a vast softcap for its scale",
+            InvalidProblem,
+            "softcap",
+            "1e+38",
+            function=function,
+            softcap=1e38,
+            scale=1e-12,
+        ),
     )
 ]

@@ -17,9 +17,9 @@ from .mods import Mods
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 MOST_SCALE = 1e38  # kernels multiply it by log2(e); the product must be a finite float32
-FARTHEST = (
-    2**30
-)  # larger window bounds are clamped to this, so that a kernel's sum with an int32 position does not overflow
+LEAST_SLOPE = 1e-30  # a smaller scale under a cap makes scores of 0, whatever it is
+# larger window bounds are clamped to this, so that a kernel's sum with an int32 position does not overflow
+FARTHEST = 2**30
 
 
 class Call(NamedTuple):
@@ -454,9 +454,7 @@ def check_spans(call: Call) -> None:
 
 
 def check_scores(scale: float | None, softcap: float, q: Tensor) -> None:
-    """Validate scale and softcap. Kernels multiply them by log2(e), and unless q is float64 the products must fit
-    float32.
-    """
+    """Validate scale and softcap. Unless q is float64, their products with log2(e) must fit float32."""
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and not math.isfinite(number):
             raise InvalidProblem(name, number, "a finite number", f"leave {name} out for the default")
@@ -466,10 +464,11 @@ def check_scores(scale: float | None, softcap: float, q: Tensor) -> None:
     if softcap < 0:
         raise InvalidProblem("softcap", softcap, "a number > 0", "leave it out for none")
     factor = abs(q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap and factor > MOST_SCALE * softcap and q.dtype != torch.float64:
-        raise InvalidProblem(
-            "softcap", softcap, f"at least {factor:g} / {MOST_SCALE:g}, for scores in float32", "give a larger one"
-        )
+    if softcap and factor and q.dtype != torch.float64:
+        least, most = factor / MOST_SCALE, max(factor, LEAST_SLOPE) * 2.0**126  # beyond, factor / softcap is inf or 0
+        if not least <= softcap <= most:
+            expected = f"from {least:.3g} to {most:.3g}, for scores in float32"
+            raise InvalidProblem("softcap", softcap, expected, "give one in this range, or none")
 
 
 def _check_numbers(call: Call) -> None:

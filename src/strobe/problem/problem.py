@@ -101,8 +101,8 @@ class Problem:
 
     @cached_property
     def vacuous(self) -> bool:
-        """Whether it has no query, no key or no head. Its result is known without a kernel."""
-        return 0 in (*self.layout.tokens, self.heads_q)
+        """Whether it has no query, no key, no head or no sequence. Its result is known without a kernel."""
+        return 0 in (self.layout.batch, *self.layout.tokens, self.heads_q)
 
     @property
     def group(self) -> int:

@@ -26,6 +26,7 @@ from tests.kernels.hopper.hopper_cases import (
 pytest.importorskip("triton")
 
 from strobe.errors import KernelFault
+from strobe.kernels.device.backward_operands import batch_stride
 from strobe.kernels.hopper import kernel as hopper
 from strobe.kernels.hopper import launch_backward
 from strobe.kernels.protocol import Plan
@@ -498,7 +499,7 @@ def test_a_dout_whose_entries_are_no_whole_rows_apart_is_copied_for_spans():
     dout = torch.ones(16000, dtype=torch.bfloat16).as_strided((2, 60, 2, 64), (60 * 128 + 8, 128, 64, 1))
     assert launch_backward.operand(dout, call, False) is dout
     given = launch_backward.operand(dout, call, True)
-    assert launch_backward.rows_apart(given) == 60 and torch.equal(given, dout)
+    assert batch_stride(given) == 60 and torch.equal(given, dout)
 
 
 def test_widths_that_tma_cannot_write(judge):

@@ -5,21 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
 from ...errors import KernelFault
 from ...problem.call import Call
-from ...problem.problem import ALIGNMENT, Problem
+from ...problem.problem import Problem
 from ..device import mask_blocks
+from ..device.backward_operands import operand, rising_offsets, rows_apart, writable
 from ..device.dialect import TensorDescriptor, gl
 from ..device.persistent_launch import LOG2_E, MOST_TILES, Launch, even_section, softmax_parameters
 from ..device.tma import addressable, descriptor
 from ..protocol import Backward, Plan, entries, strides_of
 from ..runtime import launcher
 from ..runtime.launch_cache import CACHE, backward_addresses
-from ..runtime.tma_requirements import MOST_ROWS, entries_apart, query_tiles
+from ..runtime.tma_requirements import query_tiles
 from ..runtime.workspace import pieces_of
 from . import backward
 from .backward_preprocess import convert_dq_kernel, convert_kernel, rows_kernel
@@ -299,12 +299,6 @@ class Views(NamedTuple):
     dq_sum: Tensor
 
 
-def rising_offsets(workspace: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Copies of cu_seqlens_q and cu_seqlens_k (`write_rising_offsets`); None without packed sequences."""
-    offsets = workspace.get("offsets")
-    return (None, None) if offsets is None else (offsets[0], offsets[1:])
-
-
 def main_pointers(call: Call, key_ranges: bool, sums: tuple[Any, Any, Any], rising: tuple[Any, Any]) -> Pointers:
     """sums: dQ's sum, its semaphores and the tile counter."""
     if not key_ranges:
@@ -377,7 +371,7 @@ def main_launch(plan: Plan, call: Call, views: Views, pointers: Pointers, hooks:
     strides: tuple[int, ...] = ()
     if traits.key_ranges:  # the first entry represents all
         apart = (views.q, views.dout, views.k, views.v, views.dk, views.dv)
-        strides = tuple(rows_apart_in(plan, t) for t in apart)
+        strides = tuple(rows_apart(plan, t) for t in apart)
         views = views._replace(**{name: getattr(views, name)[0] for name in ("q", "k", "v", "dout", "dk", "dv")})
     if views.stats.numel() >= MOST_TILES:
         raise KernelFault(
@@ -460,44 +454,6 @@ def counted(plan: Plan, programs: int) -> int:
 def tokens(problem: Problem) -> tuple[int, int]:
     """(S_q, S_k), or (T_q, T_k) of packed tensors."""
     return problem.layout.tokens if problem.packed else problem.layout[1:3]
-
-
-def operand(dout: Tensor, call: Call, key_ranges: bool) -> Tensor:
-    """dout in q's dtype with strides that TMA can address, copied only if necessary."""
-    aligned = all(stride * dout.element_size() % ALIGNMENT == 0 and stride > 0 for stride in dout.stride()[:-1])
-    if (
-        dout.dtype == call.q.dtype
-        and aligned
-        and dout.stride(-1) == 1
-        and dout.data_ptr() % ALIGNMENT == 0
-        and (not key_ranges or rows_apart(dout) is not None)
-    ):
-        return dout
-    return addressable(torch.empty(dout.shape, dtype=call.q.dtype, device=dout.device)).copy_(dout)
-
-
-def writable(gradient: Tensor, key_ranges: bool) -> Tensor:
-    """`addressable`; with key ranges, also with a batch stride that is a multiple of the row stride."""
-    held = addressable(gradient)
-    return (
-        held
-        if not key_ranges or rows_apart(held) is not None
-        else addressable(torch.empty(held.shape, dtype=held.dtype, device=held.device))
-    )
-
-
-def rows_apart(tensor: Tensor) -> int | None:
-    """Batch stride in rows. None if it is not a multiple of the row stride or exceeds TMA's limit."""
-    entries, length = tensor.shape[:2]
-    apart = entries_apart(entries, tensor.stride())
-    return None if apart is None or length + (entries - 1) * apart > MOST_ROWS else apart
-
-
-def rows_apart_in(plan: Plan, tensor: Tensor) -> int:
-    apart = rows_apart(tensor)
-    if apart is None:  # sums of dK and dV, for which no check of the problem provides
-        raise KernelFault(f"{plan.kernel.name}: a batch of more than {MOST_ROWS} rows, TMA's limit; split the batch")
-    return apart
 
 
 def row_descriptor(rows: Tensor, block: int) -> TensorDescriptor:

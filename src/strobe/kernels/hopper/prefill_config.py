@@ -146,12 +146,12 @@ def _against_memory(problem: PagedProblem) -> str | None:
     if any(stride * size % ALIGNMENT for stride in problem.strides[0][-3:-1]):
         return f"TMA needs strides of q in multiples of {ALIGNMENT} bytes: copy it, or pad the head dimension"
     entries, rows = entries_of(problem), problem.page_size
-    without_tma = problem.cache_dtype == FP8  # K and V
-    sizes = ((problem.total_q,), *[(entries, rows)] * (0 if without_tma else 2))
-    for name, lengths, count, strides in zip("qkv", sizes, heads, problem.strides):
+    converts_keys = problem.cache_dtype == FP8  # so TMA loads q alone
+    sizes = ((problem.total_q,), (entries, rows), (entries, rows))
+    for name, lengths, count, strides in zip("q" if converts_keys else "qkv", sizes, heads, problem.strides):
         if any(length > 1 and stride == 0 for length, stride in zip((*lengths, count), strides[-len(lengths) - 2 :])):
             return f"TMA needs nonzero strides; {name} is expanded"
-    if without_tma:
+    if converts_keys:
         if max(stride for strides in problem.strides[1:] for stride in strides) >= FARTHEST_STRIDE:
             return f"strides of 8-bit keys below {FARTHEST_STRIDE} bytes"
         few_rows = problem.total_q * problem.heads_kv <= MOST_ROWS
