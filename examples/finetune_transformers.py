@@ -18,7 +18,7 @@ GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
 STEPS, BATCH, HELD_OUT, TOKENS = (100, 64, 64, 64) if GPU else (10, 12, 32, 24)
 
-# These lines put a model on strobe. It has no dropout: before model.train(), set attention_probs_dropout_prob to 0.
+# These lines put a model on strobe. from_pretrained returns a model in eval mode, so nothing is dropped here.
 try:
     register()  # an ImportError says which version of transformers it needs
     from transformers import AutoModel, AutoTokenizer

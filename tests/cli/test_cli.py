@@ -342,6 +342,11 @@ def test_output_that_cannot_be_written_is_no_traceback():
     assert ended.returncode == 2 and ended.stderr == "strobe: standard output: No space left on device\n"
 
 
+def test_a_closed_standard_output_is_no_traceback():
+    ended = _strobe("bench forward --list >&-")
+    assert ended.returncode == 2 and ended.stderr == "strobe: standard output is closed\n"
+
+
 def test_a_reader_who_leaves_is_no_traceback():
     """The reader closes before anything is written."""
     ended = _strobe("bench forward --list | (exec <&-; sleep 0.1); exit ${PIPESTATUS[0]}")
@@ -397,7 +402,7 @@ def test_bench_roofline_as_json_and_as_a_list(tmp_path, capsys):
     ids=lambda flag: flag[0],
 )
 def test_bench_roofline_refuses_by_name_what_it_would_ignore(flag, refused):
-    assert f"{flag[0]}: got bench roofline, expected a suite that runs kernels" in refused(
+    assert f"{flag[0]}: got a value, expected none beside bench roofline, which runs no kernel" in refused(
         "bench", "roofline", "--target", "B200", *flag
     )
 

@@ -84,7 +84,7 @@ KNOWN: tuple[Known, ...] = (
         "Failed: DID NOT RAISE RuntimeError",
         (
             "The test passes something else than None for dropout's generator, by position, and expects an error. "
-            "strobe ignores it: it has no dropout."
+            "strobe ignores it: its dropout takes a seed from torch's default generator."
         ),
     ),
     Known(

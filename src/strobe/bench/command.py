@@ -104,7 +104,10 @@ def roofline(arguments: argparse.Namespace) -> int:
     }
     for flag in [flag for flag, given in ignored.items() if given]:
         raise InvalidProblem(
-            flag, "bench roofline", "a suite that runs kernels", "leave it out: cycles are counted, for --target"
+            flag,
+            "a value",
+            "none beside bench roofline, which runs no kernel",
+            "leave it out: cycles are counted, for --target",
         )
     name = next((one for one in FAKES if a.target is not None and one.lower() == a.target.lower()), a.target)
     if name not in FAKES:

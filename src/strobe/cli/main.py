@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ...
     0
     """
+    if sys.stdout is None:  # the shell closed it: `strobe env >&-`
+        print("strobe: standard output is closed", file=sys.stderr)
+        return 2
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -98,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     _common(explain, _explain, device=False)
 
     bench = commands.add_parser("bench", help="measure strobe and rival libraries")
-    bench.add_argument("suite", choices=SUITES)
+    bench.add_argument("suite", choices=SUITES, metavar="SUITE", help=f"one of {', '.join(SUITES)}")
     bench.add_argument(
         "--case", action="append", default=[], metavar="NAME", help="a case or a pattern such as 'd128_*'; repeatable"
     )

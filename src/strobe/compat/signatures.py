@@ -349,8 +349,14 @@ _OVER_CACHE = (
 )
 _PADDED = "padded tensors have no lengths in a backward; pack them, and say lengths by cu_seqlens"
 _FP8 = "strobe has no FP8 kernel yet; give q, k and v in bfloat16"
-_MODS = "strobe runs no code of yours inside its kernels; express the mask with strobe.attention(mask=...)"
-_SPARSE = "strobe finds the tiles a mask empties by itself; express the mask with strobe.attention(mask=...)"
+_MODS = (
+    "CuTe functions do not run here; give strobe.attention a function of torch or triton.jit, as score_mod=f or as "
+    "mask=strobe.mask_mod(f)"
+)
+_SPARSE = (
+    "strobe.attention(mask=...) finds the tiles that a mask hides; your own lists of blocks are "
+    "mask=strobe.block_lists(...)"
+)
 _TUNING = "strobe plans its launches itself; leave it at the default"
 
 UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
