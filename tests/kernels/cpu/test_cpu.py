@@ -447,6 +447,33 @@ def test_batch_invariance(heads, width, options, dtype):
     assert torch.equal(packed.out.view_as(whole.out), whole.out)
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("widths", ((64, 5), (64, 10), (64, 7), (33, 3), (127, 127), (5, 33), (1, 1)), ids=str)
+def test_batch_invariance_of_odd_head_dimensions(widths, dtype):
+    """Products of sizes that are no multiple of a vector add their last columns in an order that depends on the row."""
+    (q, k, _), v = qkv(1, 100, 300, (3, 1), widths[0], dtype), qkv(1, 1, 300, (1, 1), widths[1], dtype)[2]
+    whole = invariant(q, k, v, causal=True)
+    cache = strobe.DenseCache(k, v, int32(300))
+    for start in (99, 64, 37):
+        tail = strobe.partial_attention_decode(q[:, start:], cache, batch_invariant=True)
+        assert torch.equal(tail.out, whole.out[:, start:]) and torch.equal(tail.lse, whole.lse[:, :, start:])
+        mixed = strobe.partial_attention_paged(
+            q[0, start:], cache, cu_seqlens_q=int32(0, 100 - start), batch_invariant=True
+        )
+        assert torch.equal(mixed.out, whole.out[0, start:])
+
+
+@pytest.mark.parametrize("bad", (torch.nan, torch.inf))
+def test_odd_head_dimensions_keep_what_is_not_finite_in_its_column(bad):
+    q, k, v = qkv(1, 9, 30, (2, 2), 7)
+    clean = invariant(q, k, v)
+    v[0, 4, 1, 6] = bad
+    part = invariant(q, k, v)
+    assert not part.out[0, :, 1, 6].isfinite().any()
+    part.out[0, :, 1, 6] = clean.out[0, :, 1, 6]
+    assert torch.equal(part.out, clean.out) and torch.equal(part.lse, clean.lse)
+
+
 def test_batch_invariance_under_padding():
     q, k, v = qkv(2, 70, 300)
     padded = invariant(q, k, v, mask=strobe.key_lengths(int32(201, 300)))

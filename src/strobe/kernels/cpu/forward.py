@@ -81,7 +81,7 @@ def attend_jobs(piece: Piece, heads: slice, plan: Plan, call: Call, tensors: For
     """Jobs of these key heads of a piece in tiles: one per block of rows."""
     config, problem = plan.config, plan.problem
     for chunk in chunks(piece, heads, problem.group, config.n_heads):
-        keys = Keys(chunk, piece, (call.k, call.v), wide(problem.dtype))
+        keys = Keys(chunk, piece, (call.k, call.v), wide(problem.dtype), config.columns)
         for block in blocks(piece, config):
             work = block.pairs * chunk.n * problem.group * (problem.head_dim + problem.head_dim_v)
             yield Job(work, partial(_attend, keys, block, plan, call, tensors))
@@ -90,7 +90,7 @@ def attend_jobs(piece: Piece, heads: slice, plan: Plan, call: Call, tensors: For
 def _attend(keys: Keys, block: Block, plan: Plan, call: Call, tensors: Forward, scratch: Tensor) -> None:
     chunk, config = keys.chunk, plan.config
     index = block.index(keys.piece)
-    q = read_block(chunk, call.q, index, keys.dtype, config)
+    q = padded(read_block(chunk, call.q, index, keys.dtype, config), 2, config.columns)
     sinks = _sinks(call, chunk, q)
     modified = ModifiedBlock.of(plan, call, keys, block)
     acc, row_sum, row_max = _block(q, keys, block, (Scores.of(plan.problem), config, modified), (scratch, sinks))
@@ -99,7 +99,7 @@ def _attend(keys: Keys, block: Block, plan: Plan, call: Call, tensors: Forward, 
     row_max = row_max.mul_(LN_2).add_(row_sum.log())
     if sinks is not None:
         torch.maximum(row_max, sinks, out=row_max)  # the largest sinks are clamped in log2 units
-    acc.div_(row_sum)
+    acc = acc[..., : call.v.shape[-1]].div_(row_sum)
     if modified is not None:  # a function may hide every key of a row
         acc.masked_fill_(row_sum == 0, 0.0)
     chunk.write_rows(tensors.out, index, real_rows(acc, block, chunk))
@@ -110,7 +110,9 @@ How = tuple[Scores, Config, "ModifiedBlock | None"]
 
 
 def _block(q: Tensor, keys: Keys, block: Block, how: How, state: tuple[Tensor, Tensor | None]):
-    """acc [N, rows, D_v], row_sum and row_max [N, rows, 1] of one block. A sink acts as a first key with value 0."""
+    """acc [N, rows, D_v padded], row_sum and row_max [N, rows, 1] of one block. A sink acts as a first key with value
+    0.
+    """
     (scores, config, modified), (scratch, sinks) = how, state
     n, rows = q.shape[:2]
     row_max = (
@@ -119,7 +121,8 @@ def _block(q: Tensor, keys: Keys, block: Block, how: How, state: tuple[Tensor, T
         else sinks.clamp(max=torch.finfo(q.dtype).max / 1.5).mul_(LOG2_E)
     )
     row_sum = q.new_zeros(n, rows, 1) if sinks is None else (sinks != -torch.inf).to(q.dtype)
-    acc = q.new_zeros(n, rows, keys.tensors[1].shape[-1])
+    width = keys.tensors[1].shape[-1]
+    acc = q.new_zeros(n, rows, width + -width % config.columns)
     for tile in tiles(block, config):
         seen = None if modified is None else modified.seen(tile)
         if seen is EMPTY:
