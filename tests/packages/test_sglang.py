@@ -204,19 +204,52 @@ def test_an_8_bit_cache_is_within_its_rounding():
 @pytest.mark.parametrize("kind", ["DECODER_BIDIRECTIONAL", "ENCODER_ONLY"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_types_of_attention(kind, window):
-    """Only encoders see later keys. SGLang's FA3 backend runs DECODER_BIDIRECTIONAL (Gemma 3) as causal, too."""
+    """Prompts of both types see later keys, as in SGLang's FA3 backend. Drafted tokens see what a decode sees."""
     engine = Engine(TinyModel(Options(window=window)))
     step = next(Scheduler(prompts(1), 1, chunk=64).steps())
     batch = engine.batch(step)
-    engine.backend.init_forward_metadata(batch)
     layer = engine.layers[0]
     layer.attn_type = AttentionType[kind]
     q, k, v = (torch.randn(len(step.tokens), heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV))
-    got = engine.backend.forward_extend(q.flatten(1), k, v, layer, batch)
-    causal = kind != "ENCODER_ONLY"
     sides = None if window is None else (window - 1, window - 1)
-    exact = strobe.attention(q[None], k[None], v[None], causal=causal, window=sides)[0]
-    torch.testing.assert_close(got, exact.flatten(1))
+    exact = lambda causal: strobe.attention(q[None], k[None], v[None], causal=causal, window=sides)[0].flatten(1)
+
+    engine.backend.init_forward_metadata(batch)
+    got = engine.backend.forward_extend(q.flatten(1), k, v, layer, batch)
+    torch.testing.assert_close(got, exact(False))
+    batch.forward_mode, batch.seq_lens = ForwardMode.TARGET_VERIFY, batch.seq_lens - len(q)
+    batch.spec_info = SimpleNamespace(draft_token_num=len(q), topk=1)
+    engine.backend.init_forward_metadata(batch)
+    got = engine.backend.forward_extend(q.flatten(1), k, v, layer, batch)
+    torch.testing.assert_close(got, exact(kind == "DECODER_BIDIRECTIONAL"))
+    last = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, batch_size=1, seq_lens=torch.tensor([len(q) - 1]),
+        req_pool_indices=batch.req_pool_indices, out_cache_loc=batch.out_cache_loc[-2:-1], spec_info=None,
+    )  # fmt: skip
+    engine.backend.init_forward_metadata(last)
+    got = engine.backend.forward_decode(q[-2:-1].flatten(1), k[-2:-1], v[-2:-1], layer, last)
+    torch.testing.assert_close(got, exact(True)[-2:-1])
+
+
+def test_the_log_sum_exp_of_a_layer():
+    """SGLang asks for lse [T, H], for example to merge the keys of several ranks."""
+    model = TinyModel(MODELS["window softcap sinks"])
+    engine = Engine(model)
+    step = next(Scheduler(prompts(3), 1, chunk=64).steps())
+    batch = engine.batch(step)
+    engine.backend.init_forward_metadata(batch)
+    q, k, v = (torch.randn(len(step.tokens), heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV))
+    call = lambda **more: engine.backend.forward(q.flatten(1), k, v, engine.layers[0], batch, sinks=sinks, **more)
+    sinks = model.sinks[0]
+    plain = call(return_lse=False)
+    out, lse = call(return_lse=True)
+    offsets = torch.tensor([0, *step.news]).cumsum(0).int()
+    part = strobe.partial_attention_varlen(
+        q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True, window=(19, 0), softcap=3.0
+    )
+    exact = strobe.with_sinks(part, sinks)
+    assert torch.equal(out, plain) and lse.is_contiguous() and lse.shape == (len(q), HEADS)
+    torch.testing.assert_close((out, lse), (exact.out.flatten(1), exact.lse.T))
 
 
 def test_what_is_refused():

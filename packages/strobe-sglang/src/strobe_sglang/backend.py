@@ -17,6 +17,10 @@ from torch import Tensor
 
 import strobe
 
+# types of layers whose rows see later keys, always or in prompts
+BOTH_WAYS = (AttentionType.ENCODER_ONLY,)
+PROMPTS_BOTH_WAYS = (*BOTH_WAYS, AttentionType.DECODER_BIDIRECTIONAL)
+
 
 @dataclass
 class StrobeMetadata:
@@ -138,19 +142,31 @@ class StrobeAttnBackend(AttentionBackend):
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> Tensor:
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        # drafted tokens see what they would see in a decode
+        both_ways = BOTH_WAYS if forward_batch.forward_mode.is_target_verify() else PROMPTS_BOTH_WAYS
+        causal = layer.attn_type not in both_ways
+        return self._attend((q, k, v), layer, forward_batch, causal, save_kv_cache, kwargs)
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> Tensor:
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        causal = layer.attn_type not in BOTH_WAYS
+        return self._attend((q, k, v), layer, forward_batch, causal, save_kv_cache, kwargs)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save: bool, options: dict[str, Any]
-    ) -> Tensor:
-        """Write k and v to the pool, and return attention of q [T, H_q * D] as [T, H_q * D_v]."""
-        metadata = self.forward_metadata
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        layer: Any,
+        forward_batch: Any,
+        causal: bool,
+        save: bool,
+        options: dict[str, Any],
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Write k and v to the pool, and return attention of q [T, H_q * D] as [T, H_q * D_v]. With the option
+        `return_lse` also lse [T, H_q] in float32.
+        """
+        (q, k, v), metadata = qkv, self.forward_metadata
         _check(layer, options)
         if metadata is None:
             raise ValueError("init_forward_metadata runs before the layers of a batch")
@@ -167,10 +183,8 @@ class StrobeAttnBackend(AttentionBackend):
                 (values, layer.tp_v_head_num, layer.v_head_dim),
             )
         ]
-        # DECODER_BIDIRECTIONAL is causal, as in SGLang's FA3 backend: a batch may hold part of a prompt
-        causal = layer.attn_type != AttentionType.ENCODER_ONLY
         scales = self._scales(layer) if pages[0].dtype == torch.float8_e4m3fn else (None, None)
-        out = strobe.attention_paged(
+        found = strobe.attention_paged(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             strobe.PagedCache(*pages, table, metadata.seqlens, *scales),
             cu_seqlens_q=metadata.cu_seqlens_q,
@@ -181,8 +195,12 @@ class StrobeAttnBackend(AttentionBackend):
             softcap=layer.logit_cap or None,
             sinks=options.get("sinks"),
             batch_invariant=self.batch_invariant,
+            return_lse=bool(options.get("return_lse")),
         )
-        return out.flatten(1)
+        if isinstance(found, Tensor):
+            return found.flatten(1)
+        out, lse = found
+        return out.flatten(1), lse.T.contiguous()
 
     def _scales(self, layer: Any) -> tuple[Tensor, Tensor]:
         """The layer's scales as [H_kv], or 1 if it has none. They are constants, so they are expanded once."""
@@ -203,6 +221,7 @@ def _check(layer: Any, options: dict[str, Any]) -> None:
         raise ValueError(f"strobe caps logits by tanh, not by {layer.logit_capping_method}")
     if getattr(layer, "xai_temperature_len", -1) > 0:
         raise ValueError("strobe has no temperature by position (xai_temperature_len)")
-    others = [name for name, value in options.items() if name != "sinks" and value is not None]
+    known = ("sinks", "return_lse")
+    others = [name for name, value in options.items() if name not in known and value is not None]
     if others:
         raise ValueError(f"strobe's SGLang backend does not know {', '.join(others)}")
