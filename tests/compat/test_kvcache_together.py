@@ -71,13 +71,71 @@ def test_new_keys_of_a_padded_sequence_go_behind_its_last(device):
         _near(out[b], _one(q[b].cpu(), *held.keys(b, length + 2), {"causal": True})[0])
 
 
-def test_pages_with_heads_first_have_no_left_padding():
-    held = _held("pages 3", LENGTHS, "fa3", heads_first=True)
-    q = _random(4, 1, HEADS, WIDTH)
-    with pytest.raises(NotImplementedError, match=r"^cache_leftpad: got a tensor beside pages whose keys"):
-        fa3.flash_attn_with_kvcache(
-            q, held.k, held.v, cache_seqlens=_ints(LENGTHS), cache_leftpad=_ints([1, 0, 0, 0]), **held.arguments
-        )
+def _slice(pool: Tensor) -> Tensor:
+    """A copy that is a part of longer rows, whose other keys are NaN."""
+    part = torch.nn.functional.pad(pool, (0, 0, 0, 0, 2, 3), value=torch.nan)[:, 2 : 2 + pool.shape[1]]
+    assert torch.equal(part.nan_to_num(), pool.nan_to_num())
+    return part
+
+
+def _heads_first(pool: Tensor) -> Tensor:
+    return pool.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _every_other_row(pool: Tensor) -> Tensor:
+    return pool.repeat_interleave(2, 0)[::2]
+
+
+@pytest.mark.parametrize("layout", [_slice, _heads_first, _every_other_row])
+@pytest.mark.parametrize("kind", ["pages 1", "pages 3", "indexed"])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_left_padding_in_pools_with_gaps(packed, kind, layout, device):
+    """New keys of the same call are written, too."""
+    held, arguments = padded(kind, "fa3", device)
+    held = held._replace(k=layout(held.k), v=layout(held.v))
+    q, k = (_random(4, heads, WIDTH, device=device) for heads in (HEADS, HEADS_KV))
+    offsets = torch.arange(5, dtype=torch.int32, device=device)
+    if packed:
+        arguments |= {"cu_seqlens_q": offsets, "cu_seqlens_k_new": offsets, "max_seqlen_q": 1}
+    else:
+        q, k = q[:, None], k[:, None]
+    out = fa3.flash_attn_with_kvcache(q, held.k, held.v, k, k, cache_seqlens=_ints(LENGTHS, device), **arguments)
+    for b, length in enumerate(LENGTHS):
+        _near(out[b].view(1, HEADS, WIDTH), _one(q[b].view(1, HEADS, WIDTH).cpu(), *held.keys(b, length + 1), {})[0])
+    assert strobe.last_errors() == []
+
+
+def test_left_padding_in_slices_compiles_without_graph_breaks():
+    held, arguments = padded("indexed", "fa3", "cpu")
+    q, room, stop = _random(4, 1, HEADS, WIDTH), torch.stack([held.k, held.v]), max(LENGTHS)
+
+    def step(q, room):
+        k, v = room[0, :, :stop], room[1, :, :stop]
+        return fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=_ints(LENGTHS), **arguments)
+
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(q, room)
+    assert torch.equal(found, step(q, room)) and found.isfinite().all()
+
+
+def test_a_page_that_is_not_there_is_hidden_beside_left_padding(device):
+    """Pages that share their memory, so that the place of one beyond the pool is in it."""
+    k = _random(1, 4, HEADS_KV, WIDTH, device=device).expand(3, -1, -1, -1)
+    q, table = _random(1, 1, HEADS, WIDTH, device=device), _ints([[2, 3]], device)
+    lengths, padding = _ints([7], device), _ints([1], device)
+    out = fa3.flash_attn_with_kvcache(q, k, k, cache_seqlens=lengths, cache_leftpad=padding, page_table=table)
+    _near(out[0], _one(q[0].cpu(), *[k[2, 1:].double().cpu()] * 2, {})[0])
+    assert any("page id" in error for error in strobe.last_errors())
+
+
+def test_left_padding_needs_keys_at_one_distance():
+    """Rows of k_cache begin every 8 keys, rows of v_cache every 9; or at no key at all."""
+    held, arguments = padded("indexed", "fa3", "cpu")
+    q, room = _random(4, 1, HEADS, WIDTH), held.k.shape[1]
+    uneven = torch.zeros(len(held.k), room * HEADS_KV * WIDTH + 8)[:, :-8].view(held.k.shape)
+    for k in (_slice(held.k), uneven):
+        words = r"^cache_leftpad: got a tensor beside cache_batch_idx, .*k_cache.*v_cache"
+        with pytest.raises(NotImplementedError, match=words):
+            fa3.flash_attn_with_kvcache(q, k, held.v, cache_seqlens=_ints(LENGTHS), **arguments)
 
 
 @pytest.mark.parametrize("library", DECODES)

@@ -179,18 +179,37 @@ def _indexed(cache: Cache) -> Cache:
 
 def _by_key(cache: Cache, page_table: Tensor, leftpad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The pools as pages of one key, and a table that begins at each sequence's first key, since pages have no left
-    padding.
+    padding. Pages of one key may lie in gaps between the pools' pages; no entry of the table names these.
     """
-    size = cache.k.shape[1]
-    if any(pool.stride(0) != size * pool.stride(1) for pool in (cache.k, cache.v)):
-        got, remedy = "a tensor beside pages whose keys do not follow one another", "lay pages out with rows first"
-        raise UnsupportedProblem(describe("cache_leftpad", got, "pages [n, page_size, H, D], contiguous", remedy))
+    (pages, size), pools = cache.k.shape[:2], (cache.k, cache.v)
+    keys_apart = _keys_apart(pools)
+    if keys_apart is None:
+        strides = " and ".join(f"{pool.stride()[:2]} of {name}_cache" for name, pool in zip("kv", pools))
+        got = f"a tensor beside {cache.pages}, with strides {strides}"
+        expected = "stride(0) = n * stride(1), with one n for k_cache and v_cache"
+        raise UnsupportedProblem(describe("cache_leftpad", got, expected, "make both contiguous"))
     place = torch.arange(cache.capacity, device=leftpad.device) + leftpad.long()[:, None]
     place = place.clamp(max=max(cache.capacity - 1, 0))
     page = page_table.long().gather(1, place // max(size, 1))
-    entry = torch.where(page < 0, -1, page * size + place % max(size, 1)).clamp(max=2**31 - 1)
-    k, v = (pool.flatten(0, 1)[:, None] for pool in (cache.k, cache.v))
-    return k, v, entry.to(torch.int32)
+    entry = torch.where((page < 0) | (page >= pages), -1, page * keys_apart + place % max(size, 1))
+    count = (pages - 1) * keys_apart + size if pages and size else 0
+    key = 1 if size > 1 else 0  # the dimension of the pools in which keys follow one another
+    k, v = (pool.as_strided((count, 1, *pool.shape[2:]), (pool.stride(key), *pool.stride()[1:])) for pool in pools)
+    return k, v, entry.clamp(max=2**31 - 1).to(torch.int32)
+
+
+def _keys_apart(pools: tuple[Tensor, Tensor]) -> int | None:
+    """The distance from one page to the next in keys, in both pools; None if it is not one integer."""
+    pages, size = pools[0].shape[:2]
+    if pages <= 1 or size <= 1:
+        return size
+    found = []
+    for pool in pools:
+        page, key = pool.stride()[:2]
+        if page != size * key and (key == 0 or page % key):
+            return None
+        found.append(size if page == size * key else page // key)
+    return found[0] if found[0] == found[1] else None
 
 
 def _lengths(batch: int, cache: Cache) -> Tensor:
