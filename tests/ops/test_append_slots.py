@@ -173,6 +173,11 @@ def test_what_is_refused():
             new,
             {"slots": slots},
         ),
+        "cache.k_pages: got pages of 0 keys": (
+            cache._replace(k_pages=k[:, :0], v_pages=v[:, :0]),
+            new,
+            {"slots": slots},
+        ),
         "slots: got device meta": (cache, new, {"slots": slots.to("meta")}),
         "cache.k_scale: got strides": (cache._replace(k_scale=turned), new, {"slots": slots}),
     }

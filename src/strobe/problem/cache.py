@@ -280,9 +280,14 @@ def _paged(held: Held, table: Tensor, batch: int, like: str) -> Paged:
             f"[{batch}, max_pages], {like}'s batch",
             "give a row of page ids a sequence",
         )
-    if held.k.shape[1] == 0:
+    return Paged(batch, 0, _page_size(held), held.k.shape[0], table.shape[1])
+
+
+def _page_size(held: Held) -> int:
+    size = held.k.shape[1]
+    if size == 0:
         raise InvalidProblem("cache.k_pages", "pages of 0 keys", "a page_size of at least 1", "check the pool's shape")
-    return Paged(batch, 0, held.k.shape[1], held.k.shape[0], table.shape[1])
+    return size
 
 
 def _rows(held: Held, batch: int, like: str) -> Dense:
@@ -339,8 +344,8 @@ def check_slots(held: Held, slots: Tensor, tokens: int, dtype: torch.dtype) -> P
     for name, scale in (("k_scale", held.k_scale), ("v_scale", held.v_scale)):
         if scale is not None:
             _check_scale(held, name, scale, True)
-    n_pages, page_size = held.k.shape[:2]
-    return Paged(1, 0, page_size, n_pages, n_pages)
+    n_pages = held.k.shape[0]
+    return Paged(1, 0, _page_size(held), n_pages, n_pages)
 
 
 def check_offsets(offsets: Tensor, seqlens: Tensor, like: str, device: torch.device) -> int:

@@ -51,7 +51,7 @@ def _at_slots(call: AppendCall, problem: AppendProblem) -> tuple[Tensor, Tensor,
     """The same of tokens with a slot. A negative slot is padding."""
     place = (call.seqlens >= 0).nonzero().flatten()
     slot = call.seqlens.long()[place]
-    return place, slot, slot // max(1, problem.page_size)
+    return place, slot, slot // problem.page_size
 
 
 def _tokens(call: AppendCall, problem: AppendProblem) -> tuple[Tensor, Tensor, Tensor]:
