@@ -313,6 +313,38 @@ def test_new_keys_of_an_8_bit_cache(new, device):
             assert torch.equal(k[b, place].view(torch.uint8), exact.to(FP8).view(torch.uint8)) or device != "cpu"
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("expanded", [False, True])
+def test_descales_of_no_sequence(expanded, packed, device):
+    pages, table = torch.zeros(2, 4, 2, 16, device=device).to(FP8), torch.zeros(0, 1, dtype=torch.int32, device=device)
+    scale = torch.ones(1, device=device).expand(0, 2) if expanded else torch.ones(0, 2, device=device)
+    lengths = table[:, 0]
+    q, more = torch.zeros(0, 1, 4, 16, device=device), {}
+    if packed:  # the rows are padding
+        q, more = torch.ones(3, 4, 16, device=device), {"cu_seqlens_q": _ints([0], device), "max_seqlen_q": 3}
+    out = fa3.flash_attn_with_kvcache(
+        q.to(FP8), pages, pages.clone(), cache_seqlens=lengths, page_table=table, q_descale=scale, k_descale=scale,
+        v_descale=scale, **more,
+    )  # fmt: skip
+    assert out.shape == q.shape and out.dtype == torch.bfloat16 and not out.any()
+
+
+def test_packed_queries_and_new_keys_of_no_sequence(device):
+    offsets, cache, angles = (
+        _ints([0], device),
+        torch.zeros(0, 8, 2, 16, device=device),
+        torch.ones(9, 8, device=device),
+    )
+    q, new = torch.ones(3, 4, 16, device=device), torch.zeros(0, 2, 16, device=device)
+    for more in ({}, {"rotary_seqlens": offsets[:0]}):
+        out, lse = fa3.flash_attn_with_kvcache(
+            q, cache, cache.clone(), new, new, cache_seqlens=offsets[:0].clone(), cu_seqlens_q=offsets,
+            cu_seqlens_k_new=offsets, max_seqlen_q=3, rotary_cos=angles, rotary_sin=angles, causal=True,
+            return_softmax_lse=True, **more,
+        )  # fmt: skip
+        assert out.shape == q.shape and not out.any() and lse.shape == (4, 3) and (lse == -torch.inf).all()
+
+
 def test_what_is_wrong_with_descales():
     x, q = _eight(2, 4, HEADS_KV, WIDTH, seed=1, device="cpu"), _random(2, 4, HEADS_KV, WIDTH)
     one = torch.ones(2, HEADS_KV)

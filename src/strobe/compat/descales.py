@@ -83,13 +83,17 @@ def _split(scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """(a scale [H_kv] of all sequences, None), or (None, the scale [B, H_kv])."""
     if scale is None:
         return None, None
-    if len(scale) == 1 or scale.stride(0) == 0:  # expanded, as engines do
+    if len(scale) == 1 or (len(scale) > 0 and scale.stride(0) == 0):  # expanded, as engines do
         return scale[0].contiguous(), None
     return None, scale
 
 
 def _beside(scale: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
-    """The scale [B, H_kv] in the shape of x [B, S, H, D] or [T, H, D], whose heads are a multiple of H_kv."""
+    """The scale [B, H_kv] in the shape of x [B, S, H, D] or [T, H, D], whose heads are a multiple of H_kv. Rows of no
+    sequence have an arbitrary one, and 1 if there are no sequences.
+    """
+    if offsets is not None and len(scale) == 0:
+        return scale.new_ones(1, 1, 1)
     scale = scale.repeat_interleave(x.shape[-2] // scale.shape[1], 1)
     if offsets is None:
         return scale[:, None, :, None]

@@ -239,6 +239,8 @@ def _turned(q: Tensor, rotary: Rotary, first: Tensor, along: bool) -> Tensor:
 
 def _turned_packed(q: Tensor, rotary: Rotary, first: Tensor, offsets: Tensor, along: bool) -> Tensor:
     """`_turned` of packed rows [T, H, D]. Rows of no sequence are arbitrary."""
+    if len(first) == 0:
+        return q
     row = torch.arange(len(q), device=q.device, dtype=offsets.dtype)
     sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=len(first) - 1)
     return _turned_at(q, rotary, first.long()[sequence] + (row - offsets[sequence]) * along)
