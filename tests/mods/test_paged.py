@@ -149,6 +149,30 @@ def _agree(found: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(found.float(), exact.float(), rtol=4e-3, atol=4e-3)
 
 
+def documents(length: int) -> torch.Tensor:
+    """ids of 4 sequences: runs of 5 positions in two documents and in padding."""
+    return (torch.arange(length) // 5 + torch.arange(4)[:, None]) % 3 - 1
+
+
+@pytest.mark.parametrize("join", [lambda mask: mask, lambda mask: mask | strobe.window(2, 0)], ids=["alone", "joined"])
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_positions_beyond_the_ids_of_documents_are_padding(paged, join):
+    """Only the device knows how long sequences are. The longest has 70 keys, the cache has room for 96."""
+    q, cache, offsets, _ = drawn(paged)
+    for stop in (9, 50, 70, 120):
+        short = documents(stop)
+        full = torch.nn.functional.pad(short, (0, max(0, 96 - stop)), value=-1)
+        masks = [join(strobe.documents(ids)) for ids in (short, full)]
+        packed = [strobe.attention_paged(q, cache, cu_seqlens_q=offsets, mask=mask) for mask in masks]
+        decoded = [strobe.attention_decode(q.view(-1, 2, 4, 16)[:4], cache, mask=mask) for mask in masks]
+        assert torch.equal(*packed) and torch.equal(*decoded)
+    compiled = torch.compile(
+        lambda ids: strobe.attention_paged(q, cache, cu_seqlens_q=offsets, mask=join(strobe.documents(ids))),
+        fullgraph=True, backend="aot_eager", dynamic=True,
+    )  # fmt: skip
+    assert torch.equal(compiled(documents(120)), packed[0])
+
+
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 def test_the_portable_kernel(paged):
     q, cache, offsets, _ = drawn(paged, torch.float16)

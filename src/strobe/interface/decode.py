@@ -46,8 +46,8 @@ def attention_decode(
         window: (left, right), the number of keys on each side of this position, both ends included; None or a negative
             number means no bound.
         mask, score_mod: as in `attention`. q_idx is a row's position n - T + i, and kv_idx a key's, both counted from
-            the sequence's first key (0 for a row before it). Functions of them run on the CPU, portable, Hopper
-            and Blackwell kernels.
+            the sequence's first key (0 for a row before it). Positions beyond the ids of `strobe.documents` have id
+            -1. Functions run on the CPU, portable, Hopper and Blackwell kernels.
         scale, softcap, sinks, kernel: as in `attention`.
         batch_invariant: make a row's bits independent of batch size, position, padding and page layout, and equal to
             those of its prefill.

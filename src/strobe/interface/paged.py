@@ -67,10 +67,10 @@ def attention_paged(
         window: (left, right), the number of keys on each side of this position, both ends included; None or a negative
             number means no bound. Pages entirely before the window of a sequence's first new token are not read.
         mask, score_mod: as in `attention`. q_idx is a row's position and kv_idx a key's, both counted from the
-            sequence's first key (0 for a row before it); b is the sequence. Functions of them run in every kernel,
-            prefills and decodes on Hopper, too, but not with batch_invariant. `causal` and `window` in a mask are
-            bounds of the call, as the arguments are. A mask of drafted tokens that branch is an example
-            (docs/guides/engines.md).
+            sequence's first key (0 for a row before it); b is the sequence. Positions beyond the ids of
+            `strobe.documents` have id -1. Functions run in every kernel, prefills and decodes on Hopper, too, but not
+            with batch_invariant. `causal` and `window` in a mask are bounds of the call, as the arguments are. A mask
+            of drafted tokens that branch is an example (docs/guides/engines.md).
         scale, softcap, sinks, kernel: as in `attention`.
         batch_invariant: make a row's bits independent of everything else in the batch, of padding and of page layout.
         out: the output tensor, [T, H_q, D_v] in q's dtype. It may be q itself, but must not overlap other inputs.

@@ -384,9 +384,10 @@ def _general(mask: Mask) -> BoundMask:
     if mask.key_lengths is not None:
         seen = p.binary("and", seen, p.compare("lt", k, p.load(captured(mask.key_lengths), [b])), BOOL)
     if mask.documents is not None:
-        ids_q = p.load(captured(mask.documents.ids_q), [b, q])
-        ids_k = p.load(captured(mask.documents.ids_k), [b, k])
-        same = p.binary("and", p.compare("eq", ids_q, ids_k), p.compare("ge", ids_q, p.const(0)), BOOL)
+        # loads clamp positions, so those beyond the ids, which a cache may have, read the -1 behind them
+        sides = (mask.documents.ids_q, q), (mask.documents.ids_k, k)
+        ids = [p.load(captured(torch.nn.functional.pad(one, (0, 1), value=-1)), [b, at]) for one, at in sides]
+        same = p.binary("and", p.compare("eq", *ids), p.compare("ge", ids[0], p.const(0)), BOOL)
         seen = p.binary("and", seen, same, BOOL)
     return BoundMask(p.program([seen]), tuple(tensors), tuple(numbers))
 
@@ -424,8 +425,7 @@ def lengths_of(block_mask: Any) -> tuple[int, int] | None:
 
 def _from_block_mask(given: Any) -> _Part:
     full = None if given.full_kv_num_blocks is None else (given.full_kv_num_blocks, given.full_kv_indices)
-    function = given.mask_mod
-    inner = None if function is None else _Function(function, _Function(function).bind())
+    inner = None if given.mask_mod is None else _Function(given.mask_mod, _Function(given.mask_mod).bind())
     widths = [indices.shape[-1] for indices in (given.kv_indices, given.full_kv_indices) if indices is not None]
     blocks = max(*widths, -(-given.seq_lengths[1] // given.BLOCK_SIZE[1]))  # the lists may be narrower than the keys
     partial = given.kv_num_blocks, given.kv_indices
