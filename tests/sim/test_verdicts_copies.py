@@ -401,6 +401,37 @@ def test_cp_async_not_waited_for(verdict, case):
 
 
 @gluon.jit
+def source_kernel(x, out, off: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float32, [ROWS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    cp_async_load(tile, x + places(0))  # @source-copy
+    cp_async_commit()
+    if off != "late":
+        cp_async_wait(0)
+    gl.store(x + places(0), filled(7.0))  # @source-store
+    cp_async_wait(0)
+    gl.store(out + places(0), tile.load(registers()))
+
+
+def test_the_source_of_cp_async_is_read_until_the_wait(verdict):
+    def start(off):
+        x, out = torch.rand(BLOCK), nans(1)
+        before = x.clone()
+        source_kernel[(1,)](x, out, off, num_warps=4)
+        assert off or torch.equal(out, before)
+
+    verdict(lambda: start(""), target="sm_80")
+    race = ("race", "on x: store by main", "@source-store", "is read by cp.async into tile", "@source-copy")
+    verdict(lambda: start("late"), race, target="sm_80")
+
+
+def test_the_source_of_cp_async_is_read_late():
+    x, out = torch.rand(BLOCK), nans(1)
+    with simulate("sm_80", mode="lazy", check=False):
+        source_kernel[(1,)](x, out, "late", num_warps=4)
+    assert torch.equal(out, torch.full_like(out, 7.0))
+
+
+@gluon.jit
 def copy_partition(x, out, tile, bar, off: gl.constexpr):
     cp_async_load(tile, x + places(0))  # @announced
     if off == "plain arrive":

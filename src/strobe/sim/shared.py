@@ -492,29 +492,23 @@ class SharedMemory(Ctas):
         if self.ctas > 1:
             raise NotImplementedError(f"cp.async into {target.label} by several CTAs")
         mask = mask if isinstance(mask, Value) else None
-        stream, what = p.copies, f"cp.async into {target.label}"
-        stream.where = machine.place()
-        actor = Actor(
-            stream.agent,
-            stream.issued + 1,
-            {**p.vector_clock, stream.agent: stream.issued + 1},
-            "generic",
-            what,
-            machine.place(),
-        )
+        stream, what, place = p.copies, f"cp.async into {target.label}", machine.place()
+        stream.where, number = place, stream.issued + 1
+        vector_clock = {**p.vector_clock, stream.agent: number}
+        actor = Actor(stream.agent, number, vector_clock, "generic", what, place)
         machine.access(target.memory, target.memory.mask_of(target.view), True, actor)
-        found = self._find(
-            np.asarray(pointer.data, np.int64),
-            None if mask is None else mask.data,
-            target.view.dtype.itemsize,
-            "cp.async",
-        )
-        self._record(found, False, what)
+        dtype, addresses = target.view.dtype, np.asarray(pointer.data, np.int64)
+        found = self._find(addresses, None if mask is None else mask.data, dtype.itemsize, "cp.async")
+        for source in found:  # the copy reads it at any time until it is complete
+            machine.access(source.memory, source.memory.mask_at(source.active, source.size), False, actor)
         if machine.checks.costs:
-            self._count("global load", found, np.asarray(pointer.data, np.int64), pointer.layout)
-        bits = self._fetch(found, np.shape(pointer.data), target.view.dtype, 0)
+            self._count("global load", found, addresses, pointer.layout)
         _poison(target)
-        p.open_copies.append(lambda: target.view.__setitem__(..., bits))
+
+        def copy() -> None:
+            target.view[...] = self._fetch(found, addresses.shape, dtype, 0)
+
+        p.open_copies.append(copy)
 
     def create_async_commit_group(self) -> None:
         p = self.machine.current
