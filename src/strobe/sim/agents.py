@@ -198,8 +198,10 @@ class Partition:
         self.last_read: tuple = ()  # last weak read of global memory
         self.repeats = 0  # how often that read was repeated with no other access in between
         self.exchanges = 0  # tensors whose parts have changed their CTA
-        self.observed: Clock = {}  # clocks released where relaxed atomics have read; acquired at the next fence
-        self.fenced: Clock = {}  # clock at the last fence; relaxed atomics release it
+        # by scope (strobe.sim.scopes): clocks released where relaxed atomics have read, acquired at the next fence; and
+        # the clock at the last fence, which relaxed atomics release
+        self.observed: list[Clock] = [{}, {}, {}]
+        self.fenced: list[Clock] = [{}, {}, {}]
         self.time_ns = self.math_ns = 0.0
         self.greenlet = greenlet.greenlet(self._run, parent=hub)
         self._body = body

@@ -27,6 +27,7 @@ from .deadlock import explain
 from .memory import Access, Actor, Clock, Granules, Memory, merge
 from .options import MODES as MODES
 from .report import Place, Reports, Stop, place_text
+from .scopes import Released
 from .timeline import Event
 
 # code of kernel functions, whose frames are named in reports; by id, since hashing code reads all of it
@@ -77,7 +78,7 @@ class Machine:
         self._waiting: Iterator[tuple[int, tuple[int, int, int]]] = iter(())  # programs that have not started
         self._priorities: dict[str, float] = {}
         self._sequence: dict[str, int] = {}
-        self._locations: dict[tuple[int, int], Clock] = {}  # clocks that atomics released, by global address
+        self._released = Released()  # clocks that atomics released
 
     def begin_launch(self) -> None:
         """Forget the arguments of the launch before."""
@@ -134,7 +135,7 @@ class Machine:
 
     def _fault(self, earlier: Access, actor: Actor) -> str:
         """The kind of report for two accesses to one place, at least one of them a write, or "" for none."""
-        if earlier.actor.atomic and actor.atomic:  # atomics do not race, but the order of adds may matter
+        if earlier.actor.reaches(actor) and actor.reaches(earlier.actor):  # no race, but the order of adds may matter
             ordered = not (self.checks.atomic_order and earlier.actor.adds and actor.adds) or earlier.ordered_before(
                 actor
             )
@@ -399,32 +400,12 @@ class Machine:
         self.current.stored.clear()
 
     def synchronise(self, memory: Memory, offsets: np.ndarray, order: str, reads: bool, writes: bool) -> None:
-        """A non-weak load, store or atomic at global addresses: acquires and releases clocks there.
+        """A non-weak load, store or atomic at global addresses. `order` may end in its scope, such as ".cta"."""
+        self._released.synchronise(self.current, memory, offsets, order, reads, writes)
 
-        A relaxed access synchronises through fences (PTX ISA, release and acquire patterns). It acquires at the next
-        `fence.acq_rel` and releases the clock of the last one. An atomic continues the release sequence of earlier
-        releases; a store ends it.
-        """
-        p = self.current
-        acquired = p.vector_clock if order in ("acquire", "acq_rel") else p.observed
-        released_clock = p.vector_clock if order in ("release", "acq_rel") else p.fenced
-        for offset in np.unique(offsets).tolist():
-            released = self._locations.setdefault((memory.base, offset), {})
-            if reads:
-                merge(acquired, released)
-            elif writes:
-                released.clear()
-            if writes:
-                merge(released, released_clock)
-        if writes and released_clock is p.vector_clock:
-            p.tick()
-
-    def thread_fence(self) -> None:
-        """fence.acq_rel or stronger: acquire what relaxed reads have seen. Later relaxed writes release this clock."""
-        p = self.current
-        merge(p.vector_clock, p.observed)
-        p.fenced = dict(p.vector_clock)
-        p.tick()
+    def thread_fence(self, scope: str = "gpu") -> None:
+        """fence.acq_rel or stronger."""
+        self._released.fence(self.current, scope)
 
     def poll(self, seen: tuple) -> None:
         """A read whose value other CTAs may change. An equal second read without progress in between blocks."""
@@ -509,7 +490,7 @@ class Machine:
     def run_grid(self, grid: tuple[int, int, int], body: Callable[[], object], cluster_size: int = 1) -> None:
         """Run `body` once per program of the grid, with `sms` programs in flight, or one cluster if that is more."""
         self.hub = greenlet.getcurrent()
-        self._locations.clear()
+        self._released.clear()
         programs = self._waiting = self._programs(grid)
         self.ctas = []
         try:

@@ -43,6 +43,13 @@ class Actor:
     adds: bool = False  # floating-point atomic adds: their order decides the last bits of the sum
     # of a store: whether these granules already hold what it writes
     repeats: Callable[[Granules], bool] | None = None
+    reach: frozenset[int] | None = None  # of an atomic: the CTAs within its scope, by index; None: all
+
+    def reaches(self, other: Actor) -> bool:
+        """Whether both are atomics, and the other one's CTA is within this one's scope."""
+        if not (self.atomic and other.atomic):
+            return False
+        return self.reach is None or int(other.agent.rpartition(" ")[2].partition("/")[0]) in self.reach
 
     @property
     def atomic(self) -> bool:

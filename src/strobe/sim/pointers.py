@@ -14,6 +14,7 @@ from .layouts import Layouts
 from .machine import Machine
 from .memory import Actor, Granules, Memory
 from .report import place_text
+from .scopes import reach
 from .storages import adopt
 from .threads import check_read_back, clashing, threads_of
 from .values import (
@@ -140,14 +141,16 @@ class Pointers:
         proxy: str = "generic",
         adds: bool = False,
         bits: np.ndarray | None = None,
+        order: str = "",
     ) -> None:
-        """Record an access. `bits` are what a store writes, one for each address."""
+        """Record an access. `bits` are what a store writes, one for each address. `order` is that of an atomic."""
         machine, p = self.machine, self.machine.current
+        within = reach(p.cta, order) if order else None
         for found in parts:
             offsets, place = found.active, machine.place()
             mask = found.memory.mask_at(offsets, found.size)
             repeats = None if bits is None else partial(_repeats, found, bits)
-            actor = Actor(p.agent, p.clock, p.vector_clock, proxy, what, place, adds, repeats)
+            actor = Actor(p.agent, p.clock, p.vector_clock, proxy, what, place, adds, repeats, within)
             machine.access(found.memory, mask, write, actor)
             if adds and machine.checks.atomic_order and len(np.unique(offsets)) < offsets.size:
                 machine.report(
@@ -273,17 +276,17 @@ class Pointers:
     # ---- atomics
 
     def create_atomic_rmw(
-        self, op: Operator, p: Value, value: Value, mask: Value | None, sem: Operator, scope: object
+        self, op: Operator, p: Value, value: Value, mask: Value | None, sem: Operator, scope: Operator
     ) -> Value:
         elem, addresses = p.elem[1:], np.asarray(p.data, np.int64)
         found = self._find(addresses, self._held(p, mask, leads=True), BYTES[elem], "atomic")
-        old = self._atomic(found, addresses, elem, op.name, value.data, _ORDERS[sem.name])
+        old = self._atomic(found, addresses, elem, op.name, value.data, _order(sem, scope))
         return self._told(Value(old if old.ndim else old[()], elem, p.layout))
 
-    def create_atomic_cas(self, p: Value, expected: Value, value: Value, sem: Operator, scope: object) -> Value:
+    def create_atomic_cas(self, p: Value, expected: Value, value: Value, sem: Operator, scope: Operator) -> Value:
         elem, addresses = p.elem[1:], np.asarray(p.data, np.int64)
         found = self._find(addresses, self._held(p, None, leads=True), BYTES[elem], "atomic")
-        old = self._atomic(found, addresses, elem, "CAS", value.data, _ORDERS[sem.name], expected.data)
+        old = self._atomic(found, addresses, elem, "CAS", value.data, _order(sem, scope), expected.data)
         return self._told(Value(old if old.ndim else old[()], elem, p.layout))
 
     def _held(self, p: Value, mask: Value | None, leads: bool = False) -> np.ndarray | None:
@@ -309,7 +312,9 @@ class Pointers:
         """One read-modify-write per element, in element order. Returns the old values. CAS compares with `expected`."""
         stored, operand = STORED[elem], np.broadcast_to(np.asarray(operand), addresses.shape)
         expected = np.broadcast_to(to_bits(expected, elem), addresses.shape)
-        self._record(parts, True, "atomic", "atomic", sums(op, elem))
+        scope = order.partition(".")[2]
+        what = f"atomic of scope {scope}" if scope else "atomic"
+        self._record(parts, True, what, "atomic", sums(op, elem), order=order)
         for found in parts if self.machine.checks.costs else ():
             self.machine.costs.add("global atomic", self.machine.place(), int(found.live.sum()) * found.size)
         if not addresses.ndim:  # the compiler broadcasts the old value to all threads, behind a barrier
@@ -340,7 +345,7 @@ class Pointers:
     def load(self, address: np.ndarray, dtype: DTypeLike, mask: np.ndarray | None, order: str) -> np.ndarray:
         address = np.asarray(address).astype(np.int64)
         found = self._find(address, mask, np.dtype(dtype).itemsize, "load")
-        self._record(found, False, f"{order} load", "generic" if order == "weak" else "atomic")
+        self._record(found, False, f"{order} load", "generic" if order == "weak" else "atomic", order=order)
         if order != "weak":
             seen = self._fetch(found, address.shape, dtype, 0)
             self.machine.poll(("load", int(address.reshape(-1)[0]), seen.tobytes()))
@@ -349,7 +354,7 @@ class Pointers:
 
     def store(self, address: np.ndarray, value: np.ndarray, mask: np.ndarray | None, order: str) -> None:
         found = self._find(np.asarray(address).astype(np.int64), mask, value.dtype.itemsize, "store")
-        self._record(found, True, f"{order} store", "generic" if order == "weak" else "atomic")
+        self._record(found, True, f"{order} store", "generic" if order == "weak" else "atomic", order=order)
         if order != "weak":
             self._synchronise(found, order, reads=False, writes=True)
         self._put(found, value, value.dtype)
@@ -371,20 +376,20 @@ class Pointers:
         name = {"exch": "XCHG"}.get(operation, operation.upper())
         name = "U" + name if dtype.kind == "u" and name in ("MAX", "MIN") else name
         expected, values = (from_bits(data.view(STORED[elem]), elem) for data in (operands[0], operands[-1]))
-        if name == "ADD" and not returns and order == "relaxed" and dtype.kind != "V":
-            return self._bulk_add(found, values, elem)
+        if name == "ADD" and not returns and order.startswith("relaxed") and dtype.kind != "V":
+            return self._bulk_add(found, values, elem, order)
         old = self._atomic(found, address, elem, name, values, order, expected)
         return to_bits(old, elem).view(dtype) if returns else None
 
-    def _bulk_add(self, parts: list[Found], values: np.ndarray, elem: str) -> None:
+    def _bulk_add(self, parts: list[Found], values: np.ndarray, elem: str, order: str) -> None:
         """red.add on many elements at once."""
-        self._record(parts, True, "red.add", "atomic", sums("ADD", elem))
+        self._record(parts, True, "red.add", "atomic", sums("ADD", elem), order=order)
         self.machine.preempt()
         for found in parts:
             added = np.broadcast_to(values, found.offsets.shape)[found.live]
             np.add.at(found.view(values.dtype), found.active // found.size, added)
             self.machine.progress += 1
-        self._synchronise(parts, "relaxed", reads=True, writes=True)
+        self._synchronise(parts, order, reads=True, writes=True)
 
     # ---- descriptors (tl.make_tensor_descriptor, and the host's TensorDescriptor in a plain Triton kernel)
 
@@ -511,6 +516,11 @@ def _repeats(found: Found, bits: np.ndarray, granules: Granules) -> bool:
     kind = np.dtype(f"u{found.size}")
     written = np.ascontiguousarray(bits[found.live]).view(kind)
     return bool(np.array_equal(found.view(kind)[offsets[chosen] // found.size], written[chosen]))
+
+
+def _order(semantics: Operator, scope: Operator) -> str:
+    """A memory order, with its scope if that is less than the GPU."""
+    return _ORDERS[semantics.name] + (".cta" if scope.name == "CTA" else "")
 
 
 def sums(operation: str, elem: str) -> bool:

@@ -544,10 +544,12 @@ ATOMIC = ("b16", "b32", "b64", "u32", "s32", "u64", "s64", "f16", "f16x2", "bf16
 
 
 def _memory(code, orders, default, others, types):
-    """(type, modifiers, order, number of registers) of a global memory access. Kernel pointers have no other space."""
+    """(type, modifiers, order with a scope below the GPU, number of registers) of a global memory access."""
     mods = code.mods("global", "v2", "v4", "v8", *orders, *SCOPES, *others)
     lengths = [int(mod[1:]) for mod in mods if mod in ("v2", "v4", "v8")]
-    return code.kind(types), mods, next((mod for mod in mods if mod in orders), default), lengths[0] if lengths else 1
+    scope = next((f".{mod}" for mod in mods if mod in ("cta", "cluster")), "")
+    order = next((mod + scope for mod in mods if mod in orders), default + scope * (default != "weak"))
+    return code.kind(types), mods, order, lengths[0] if lengths else 1
 
 
 def _address(block, text):

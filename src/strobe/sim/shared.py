@@ -268,7 +268,7 @@ class SharedMemory(Ctas):
             spaces = {"shared": ("shared",), "global": ("global",)}
             self.machine.fence(next((s for key, s in spaces.items() if key in name), ("shared", "global")))
         elif name.startswith(("fence.acq_rel", "fence.sc", "membar")):
-            self.machine.thread_fence()
+            self.machine.thread_fence(name.rpartition(".")[2])
 
     def barrier(self, number: int, threads: int | None, wait: bool) -> None:
         p = self.machine.current
