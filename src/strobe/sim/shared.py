@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from triton import language as tl
@@ -30,17 +32,31 @@ class OutOfRange:
     """A pipeline slot that does not exist. It is a fault only when used: arrive(..., pred=False) on it is common."""
 
     def __init__(self, text: str, machine: Machine, instead: Window):
-        self._text, self._machine, self._instead = text, machine, instead
+        self.text, self.machine, self.instead = text, machine, instead
 
     def use(self) -> Window:
-        self._machine.report("bounds", self._text)
-        return self._instead
+        self.machine.report("bounds", self.text)
+        return self.instead
 
     def set_loc(self, *_: object) -> None: ...
     def get_loc(self) -> None: ...
 
 
 Where = Window | OutOfRange
+
+
+def _of_window(view: Callable[..., Where]) -> Callable[..., Where]:
+    """A view of a buffer. The view of a slot that does not exist is a fault only when used, too."""
+
+    @functools.wraps(view)
+    def make(self: SharedMemory, *arguments: Any) -> Where:
+        lost = next((one for one in arguments if isinstance(one, OutOfRange)), None)
+        if lost is None:
+            return view(self, *arguments)
+        made = view(self, *(lost.instead if one is lost else one for one in arguments))
+        return OutOfRange(lost.text, lost.machine, made.instead if isinstance(made, OutOfRange) else made)
+
+    return make
 
 
 class SharedMemory(Ctas):
@@ -111,23 +127,39 @@ class SharedMemory(Ctas):
     def window(window: Where) -> Window:
         return window.use() if isinstance(window, OutOfRange) else window
 
-    def create_memdesc_index(self, ty: Type, window: Where, index: Value) -> Where:
-        window, slot, slots = self.window(window), index.scalar, self.window(window).view.shape[0]
+    @_of_window
+    def create_memdesc_index(self, ty: Type, window: Window, index: Value) -> Where:
+        slot, slots = index.scalar, window.view.shape[0]
         if not 0 <= slot < slots:
             text = f"slot {slot} of {window.memory.name}, which has {slots}, at {place_text(self.machine.place())}"
             return OutOfRange(text, self.machine, Window(window.memory, window.view[slot % slots], window.elem, ty))
         return Window(window.memory, window.view[slot], window.elem, ty)
 
+    @_of_window
     def create_memdesc_subslice(self, ty: Type, window: Window, offsets: list[int]) -> Window:
-        part = tuple(slice(offset, offset + size) for offset, size in zip(offsets, ty.shape, strict=True))
-        return Window(window.memory, window.view[part], window.elem, ty)
+        """A part of a buffer. One that reaches past the buffer is reported, and moved back into it."""
+        sizes, view = window.view.shape, window.view
+        if any(not 0 <= start <= size - length for start, length, size in zip(offsets, ty.shape, sizes, strict=True)):
+            self.machine.report(
+                "bounds",
+                f"a slice of shape {list(ty.shape)} from {list(offsets)} on of {window.label}, which has the shape "
+                f"{list(sizes)}, at {place_text(self.machine.place())}",
+            )
+            offsets = [
+                max(0, min(start, size - length)) for start, length, size in zip(offsets, ty.shape, sizes, strict=True)
+            ]
+            view = _repeated(view, ty.shape)
+        part = tuple(slice(start, start + length) for start, length in zip(offsets, ty.shape, strict=True))
+        return Window(window.memory, view[part], window.elem, ty)
 
+    @_of_window
     def create_memdesc_trans(self, window: Window, order: list[int]) -> Window:
         shape = [window.view.shape[i] for i in order]
         return Window(
             window.memory, window.view.transpose(order), window.elem, self._viewed("trans", window, shape, order)
         )
 
+    @_of_window
     def create_memdesc_reshape(self, window: Window, shape: list[int]) -> Window:
         tile = window.view
         view = tile if isinstance(tile, Reordered) else tile.reshape(shape)
@@ -146,11 +178,13 @@ class SharedMemory(Ctas):
         self._python_layouts[id(ty)] = ty, python
         return ty
 
-    def get_gluon_layout_from_memdesc(self, window: Window) -> object:
+    def get_gluon_layout_from_memdesc(self, window: Where) -> object:
+        window = window.instead if isinstance(window, OutOfRange) else window
         return self._python_layouts.pop(id(window.type))[1]
 
     _python_layouts: dict[int, tuple[Type, object]]
 
+    @_of_window
     def create_memdesc_reinterpret(self, ty: Type, window: Window) -> Window:
         memory = window.memory
         source = window.view.shape, window.type.layout[0]
@@ -553,6 +587,15 @@ def _arranged(flat: np.ndarray, shape: Sequence[int], space: str) -> np.ndarray:
     if space == "shared" or len(shape) < 2:
         return flat.reshape(shape)
     return flat.reshape(*shape[:-2], shape[-1], shape[-2]).swapaxes(-1, -2)
+
+
+def _repeated(view: Any, shape: Sequence[int]) -> Any:
+    """A view that is as long as the shape in each dimension: a shorter one repeats its first element there."""
+    if not isinstance(view, np.ndarray):
+        raise NotImplementedError("a slice longer than a reordered view")
+    longer = [max(sizes) for sizes in zip(view.shape, shape, strict=True)]
+    strides = [0 if size > own else step for size, own, step in zip(longer, view.shape, view.strides, strict=True)]
+    return np.lib.stride_tricks.as_strided(view, longer, strides)
 
 
 def _cta_mask(rest: tuple[object, ...]) -> int | None:

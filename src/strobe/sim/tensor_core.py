@@ -48,6 +48,7 @@ class TensorCores:
     machine: Machine
     capability: int
     window: Callable[[Where], Window]
+    create_memdesc_subslice: Callable[..., Where]
     _allocate: Callable[..., Window]
     _barrier: Callable[[Where], Barrier]
     _read: Callable[..., Value]
@@ -91,6 +92,7 @@ class TensorCores:
         self, a: Any, b: Where, acc: Value, use_acc: Value, precision: object, imprecise: int, is_async: bool
     ) -> Value:
         machine, p = self.machine, self.machine.current
+        a = a if isinstance(a, Value) else self.window(a)
         stream = p.wgmma
         stream.issued += 1
         agent, number = stream.agent, stream.issued
@@ -183,10 +185,10 @@ class TensorCores:
             raise NotImplementedError(self._unknown("tmem_load with a reduction"))
         return self._read(ty, window)
 
-    def create_tmem_subslice(self, ty: Type, window: Window, start: int, dim: int = -1) -> Window:
-        part = [slice(None)] * window.view.ndim
-        part[dim] = slice(start, start + ty.shape[dim])
-        return Window(window.memory, window.view[tuple(part)], window.elem, ty)
+    def create_tmem_subslice(self, ty: Type, window: Where, start: int, dim: int = -1) -> Where:
+        offsets = [0] * len(ty.shape)
+        offsets[dim] = start
+        return self.create_memdesc_subslice(ty, window, offsets)
 
     def create_tcgen05_mma(
         self,
@@ -263,7 +265,7 @@ class TensorCores:
                 machine.access(one.memory, mask, False, Actor(agent, number, vector_clock, "tensor", what, place))
             machine.access(one.memory, mask, True, Actor(agent, number, vector_clock, "tensor", what, place))
         p.tick()
-        elem = a.elem if scales is None else "fp32"
+        elem = self.window(a).elem if scales is None else "fp32"
 
         def land() -> None:
             # in a pair each CTA has rows of A and of the result, and half of B's columns
