@@ -35,7 +35,7 @@ from .names import names_when_asked
 from .options import SHARED_KIB
 from .report import Report, Reports, SimulationFault, Stop
 from .semantics import Gluon, Triton, quiet
-from .storages import adopt, register
+from .storages import adopt, register, register_empty
 from .timeline import Event, save
 from .translate import translated
 from .values import STORED, Descriptor, Value, wraps
@@ -267,6 +267,8 @@ class _Launch:
             adopt(self.machine, np.asarray(address))
         elif (place := given(name, tensor)).size:
             self.machine.coverage.add(name, register(self.machine, name, place), place)
+        else:
+            register_empty(self.machine, name, address)
         return tl.tensor(Value(np.int64(address), "*" + elem.to_ir(self.builder).elem), tl.pointer_type(elem))
 
     def _number(self, value: int | float, parameter: KernelParam | None) -> base_value:

@@ -15,7 +15,7 @@ from .machine import Machine
 from .memory import Actor, Granules, Memory
 from .report import place_text
 from .scopes import reach
-from .storages import adopt
+from .storages import adopt, empty_storage
 from .threads import check_read_back, clashing, threads_of
 from .values import (
     BYTES,
@@ -38,6 +38,7 @@ _ATOMIC: dict[str, Callable[..., np.ndarray]] = dict(
     XOR=np.bitwise_xor, XCHG=lambda old, new: new, INC=lambda old, bound: np.where(old >= bound, 0, old + 1),
     DEC=lambda old, bound: np.where((old == 0) | (old > bound), bound, old - 1))  # fmt: skip
 _UNSIGNED = ("UMAX", "UMIN", "INC", "DEC")
+_NO_TENSOR = "every tensor (the launch has none)"
 _ORDERS = dict(ACQUIRE="acquire", RELEASE="release", ACQUIRE_RELEASE="acq_rel", RELAXED="relaxed")
 
 Part = tuple[slice, ...]  # slices of a tensor or of a block
@@ -90,6 +91,8 @@ class Pointers:
         if used.size == 0:
             return []
         low, high = int(used.min()), int(used.max())
+        if int(np.bitwise_or.reduce(used, axis=None)) % size:
+            self._misaligned(used, size, what)
         for memory in self.machine.storages:
             if memory.base <= low and high + size <= memory.end:
                 return [Found(memory, addresses - memory.base, live, size)]
@@ -113,6 +116,16 @@ class Pointers:
             self._outside(self._nearest(int(outside[0])), outside, int(live.sum()), what)
         return parts
 
+    def _misaligned(self, used: np.ndarray, size: int, what: str) -> None:
+        """A GPU stops with a misaligned address."""
+        place = self.machine.place()
+        wrong = used[used % size != 0]
+        text = (
+            f"global {what} of {size} bytes at an address that is {int(wrong[0] % size)} modulo {size} "
+            f"({wrong.size} of {used.size} elements are misaligned), at {place_text(place)}"
+        )
+        self.machine.report("bounds", text, place, (what, "misaligned", place))
+
     def _outside(self, home: Memory, outside: np.ndarray, total: int, what: str) -> None:
         place = self.machine.place()
         before, after = int((outside < home.base).sum()), int((outside >= home.base).sum())
@@ -131,7 +144,8 @@ class Pointers:
         return f"; {', '.join(noted[:3])}" if noted else ""
 
     def _nearest(self, address: int) -> Memory:
-        return min(self.machine.storages, key=lambda m: min(abs(address - m.base), abs(address - m.end)))
+        distance = lambda memory: min(abs(address - memory.base), abs(address - memory.end))
+        return min(self.machine.storages, key=distance, default=None) or empty_storage(_NO_TENSOR, 0)
 
     def _record(
         self,

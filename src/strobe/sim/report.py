@@ -17,7 +17,7 @@ KINDS = {
     "bytes": "the bytes expected on a barrier are not the bytes copied",
     "deadlock": "every partition waits and nothing is in flight",
     "unfinished": "asynchronous work still in flight when its owner ends",
-    "bounds": "an access outside every argument, allocation or buffer array",
+    "bounds": "a misaligned access, or one outside every argument, allocation or buffer array",
     "target": "an operation that the target does not support",
     "budget": "more shared or tensor memory than the target has",
     "assert": "a device_assert failed, an assumption or a hint is false, an integer overflows or is divided by zero",

@@ -29,6 +29,23 @@ def register(machine: Machine, name: str, tensor: Given) -> Memory:
     return memory
 
 
+def register_empty(machine: Machine, name: str, address: int) -> None:
+    """The memory of a tensor without elements: a report of an access through its pointer names it, with the others that
+    have the same address, such as torch's, which is 0.
+    """
+    same = next((memory for memory in machine.storages if memory.base == memory.end == address), None)
+    if same is None:
+        machine.storages.append(empty_storage(name, address))
+    else:
+        same.name += f" or {name}"
+
+
+def empty_storage(name: str, address: int) -> Memory:
+    memory = Memory(name, "global", np.empty(0, np.uint8), 1, initialised=True)
+    memory.base = memory.end = address
+    return memory
+
+
 def adopt(machine: Machine, addresses: np.ndarray) -> None:
     """Register the storages that these addresses point into. Numbers that point nowhere are left alone."""
     machine.loaded_pointers = True
