@@ -293,6 +293,28 @@ def budget_kernel(kib: gl.constexpr, over: gl.constexpr):
         gl.allocate_shared_memory(gl.int8, [16], plain())  # @more
 
 
+@gluon.jit
+def idle_partition():
+    pass
+
+
+@gluon.jit
+def crowd_kernel(warps: gl.constexpr):
+    gl.warp_specialize([(idle_partition, ()), (idle_partition, ())], [warps], [24])  # @crowd
+
+
+@pytest.mark.parametrize("warps, partition", [(16, 0), (32, 0), (64, 0), (4, 16), (16, 16), (32, 1)])
+def test_a_cta_has_at_most_32_warps(verdict, warps, partition):
+    """The compiler fills up the warps of a kernel's further partitions to a multiple of four."""
+    expected = []
+    if warps > 32:
+        expected = [("budget", "idle_partition is launched with 64 warps: a CTA has at most 32 warps, which is 1024")]
+    elif warps == 32 and partition:
+        expected = [("budget", "with these partitions a CTA has 36 warps", "@crowd", "at most 32 warps")]
+    kernel, constants = (crowd_kernel, (partition,)) if partition else (idle_partition, ())
+    verdict(lambda: kernel[(1,)](*constants, num_warps=warps), *expected, seeds=1)
+
+
 @pytest.mark.parametrize(
     "target, kib", [("sm_90", 227), ("sm_100", 227), ("sm_80", 163), ("sm_86", 99), ("sm_89", 99), ("sm_120", 99)]
 )

@@ -219,6 +219,7 @@ class _Launch:
         self.semantic: Any = (Gluon if self.fn.is_gluon() else Triton)(self.builder)
         self.machine.warps = parsed.num_warps
         self.machine.begin_launch()
+        self.machine.check_warps(parsed.num_warps, f"{self.fn.__name__} is launched with {parsed.num_warps} warps")
         values = [
             self._argument(parameter.name, bound.arguments[parameter.name], parameter) for parameter in self.fn.params
         ]

@@ -45,6 +45,7 @@ _REASON = {
     "order": "; their order is not fixed: the sum of floating-point numbers differs from run to run",
     "fence": " through another proxy; fence_async_shared is missing in between",
 }
+MOST_WARPS = 32  # of a CTA, on all targets
 SPINS = 1000  # identical weak reads in a row that count as a spin loop
 
 _NOBODY = cast(Partition, None)  # the current partition while no kernel code runs
@@ -205,6 +206,10 @@ class Machine:
                     f"the target has {self.limits[excess.space]}; at {place_text(excess.place)}"
                 )
                 self.report("budget", text, excess.place, (excess.space,))
+
+    def check_warps(self, warps: int, what: str) -> None:
+        if warps > MOST_WARPS:
+            self.report("budget", f"{what}: a CTA has at most {MOST_WARPS} warps, which is {32 * MOST_WARPS} threads")
 
     # ---- mbarriers
 
@@ -458,7 +463,9 @@ class Machine:
         place = self.place()
         workers = [Partition(me.cta, name, warps, me.vector_clock, place, hub, body) for name, warps, body in bodies]
         workers[0].share_queues(me)
-        self.most_warps = max(self.most_warps, self.warps + -(-sum(w.warps for w in workers[1:]) // 4) * 4)
+        warps = self.warps + -(-sum(w.warps for w in workers[1:]) // 4) * 4
+        self.most_warps = max(self.most_warps, warps)
+        self.check_warps(warps, f"with these partitions a CTA has {warps} warps, at {place_text(place)}")
         for worker in workers:
             worker.time_ns = me.time_ns
         me.cta.partitions.extend(workers)

@@ -19,7 +19,7 @@ KINDS = {
     "unfinished": "asynchronous work still in flight when its owner ends",
     "bounds": "a misaligned access, or one outside every argument, allocation or buffer array",
     "target": "an operation that the target does not support",
-    "budget": "more shared or tensor memory than the target has",
+    "budget": "more shared or tensor memory, or warps of a CTA, than the target has",
     "assert": "a device_assert failed, an assumption or a hint is false, an integer overflows or is divided by zero",
     "contraction": "a result that changes if the compiler fuses a product into a sum",
     "coverage": "an output's element that the launch never writes, or writes more than once",
