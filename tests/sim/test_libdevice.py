@@ -79,6 +79,9 @@ def test_a_rounding_direction(name, kind):
         assert abs(Fraction(float(found["rn"][i])) - exact) <= min(exact - down, up - exact)
 
 
+LARGEST = float(np.finfo(np.float32).max)
+
+
 @pytest.mark.parametrize(
     "name, given, expected",
     [
@@ -91,11 +94,26 @@ def test_a_rounding_direction(name, kind):
         ("ilogbf", [8.0, 0.1], [3, -4]),
         ("roundf", [0.5, -2.5, 1.4], [1, -3, 1]),
         ("saturatef", [-1.0, 0.5, 7.0, np.nan], [0, 0.5, 1, 0]),
+        ("float2ll_rz", [np.nan, 1e30, -1.5], [-(2**63), 2**63 - 1, -1]),
+        ("float2ull_rz", [np.nan, -1.0], [-(2**63), 0]),
+        ("double2int_rz", [np.nan, 1.5], [-(2**31), 1]),
+        ("llrintf", [np.nan, 2.5], [-(2**63), 2]),
+        ("llroundf", [np.nan, 2.5], [-(2**63), 3]),
+        ("double2float_rz", [1e300, -1e300, np.inf], [LARGEST, -LARGEST, np.inf]),
+        ("double2float_rd", [1e300, -1e300], [LARGEST, -np.inf]),
+        ("double2float_ru", [1e300, -1e300], [np.inf, -LARGEST]),
+        ("double2float_ru", [np.nextafter(LARGEST, np.inf)], [np.inf]),
+        ("frcp_rz", [0.0, -np.inf], [np.inf, 0]),
+        ("tgammaf", [200.0, 5.0, 0.0, -0.0, -1.0, -np.inf], [np.inf, 24, np.inf, -np.inf, np.nan, np.nan]),
+        ("erfcinvf", [1e-20, 0.0, 2.0, 1.0], [6.6015806, np.inf, -np.inf, 0]),
+        ("sinpif", [1.0, 0.5, -2.0, 1.5, 1e9, np.inf], [0, 1, 0, -1, 0, np.nan]),
+        ("cospif", [0.5, 1.5, 1.0, -2.5, np.inf], [0, 0, -1, 0, np.nan]),
     ],
 )
 def test_conversions_and_rounding(name, given, expected):
     source = np.float64 if name[0] == "d" else np.int32 if name[0] == "i" and "2" in name else np.float32
     result = np.int32 if "int" in name.partition("2")[2] or name == "ilogbf" else np.float32
+    result = np.int64 if "ll" in name else result
     found = call(f"__nv_{name}", [np.array(given, source)], np.dtype(result))
     np.testing.assert_array_equal(found, np.array(expected, result))
 
@@ -119,6 +137,13 @@ def test_conversions_and_rounding(name, given, expected):
 def test_bits_of_integers(name, given, expected):
     found = call(f"__nv_{name}", [np.array(one, np.int32) for one in given], np.dtype(np.int32))
     assert found.tolist() == expected
+
+
+def test_round_of_float64_is_exact():
+    x = np.array([4503599627370497.0, 0.49999999999999994, 0.5, -2.5, 2.0**60, -0.0, np.inf, np.nan])
+    found = call("__nv_round", [x], np.dtype(np.float64))
+    np.testing.assert_array_equal(found, [4503599627370497.0, 0, 1, -3, 2.0**60, 0, np.inf, np.nan])
+    assert np.signbit(found[5])
 
 
 @triton.jit

@@ -527,6 +527,15 @@ def test_float_to_small_integer_in_range(dtype, place):
     same_bits(converted(place, cast, x, dtype), wrapped(map(math.trunc, x.tolist()), dtype))
 
 
+@pytest.mark.parametrize("source", (torch.float32, torch.float16, torch.float64), ids=name)
+@pytest.mark.parametrize("dtype, wide", [(torch.int8, torch.int16), (torch.uint8, torch.uint16)], ids=name)
+def test_float_to_8_bits_is_the_lower_byte_of_16(dtype, wide, source, place):
+    x = torch.tensor([300.0, -300.0, 40000.0, -40000.0, 255.0, -1.0, torch.inf, -torch.inf]).to(source)
+    info = torch.iinfo(wide)
+    want = [math.trunc(min(max(v, info.min), info.max)) for v in x.tolist()]
+    same_bits(converted(place, cast, x, dtype), wrapped(want, dtype))
+
+
 @pytest.mark.parametrize("source", (*SIGNED, *UNSIGNED, torch.bool), ids=name)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.float16, torch.bfloat16), ids=name)
 def test_integer_to_float(dtype, source, place):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .arrays import torch_if_installed
-from .values import UNSIGNED, unsigned
+from .values import UNSIGNED, saturated, unsigned
 
 _DIRECTED = re.compile(r"(f|d|fma|fmaf)?(add|sub|mul|div|rcp|sqrt|rsqrt|fma|)_(rn|rz|rd|ru)")
 _CONVERTS = re.compile(r"(float|double|int|uint|ll|ull)2(float|double|int|uint|ll|ull)_(rn|rz|rd|ru)")
@@ -72,11 +72,37 @@ def _norm(*x: np.ndarray) -> np.ndarray:
 
 
 def _round_half_away(x: np.ndarray) -> np.ndarray:
-    return np.copysign(np.floor(np.abs(x) + 0.5), x)
+    size = np.abs(x)
+    whole = np.trunc(size)
+    return np.copysign(whole + (size - whole >= 0.5), x)
+
+
+def _sine(x: np.ndarray, quarters: int) -> np.ndarray:
+    """sin(pi (x + quarters / 2)). x is reduced exactly."""
+    turn = np.fmod(x, 2)
+    nearest = np.rint(2 * turn)
+    rest = np.pi * (turn - nearest / 2)
+    at = (nearest + quarters) % 4
+    size = np.where(at % 2 == 0, np.sin(rest), np.cos(rest))
+    return np.where(at >= 2, -size, size)
 
 
 def _inverse_error(x: np.ndarray) -> np.ndarray:
     return _special("erfinv")(x)
+
+
+def _inverse_complement(x: np.ndarray) -> np.ndarray:
+    """erfcinv. 1 - x is exact from 0.5 on."""
+    return np.where(x < 0.5, -_special("ndtri")(x / 2) / math.sqrt(2), _inverse_error(1 - x))
+
+
+def _gamma(x: float) -> float:
+    if x == 0:
+        return math.copysign(math.inf, x)
+    try:
+        return math.gamma(x)
+    except OverflowError:
+        return math.inf
 
 
 def erf(x: ArrayLike) -> np.ndarray:
@@ -101,12 +127,12 @@ _REAL: dict[str, Callable[..., Any]] = dict(
     copysign=np.copysign,
     cos=np.cos,
     cosh=np.cosh,
-    cospi=lambda x: np.cos(np.pi * np.fmod(x, 2)),
+    cospi=lambda x: _sine(x, 1) + 0.0,  # no -0
     cyl_bessel_i0=_special("i0"),
     cyl_bessel_i1=_special("i1"),
     erf=erf,
     erfc=_elementwise(math.erfc),
-    erfcinv=lambda x: _inverse_error(1 - np.asarray(x, np.float64)),
+    erfcinv=_inverse_complement,
     erfcx=_special("erfcx"),
     erfinv=_inverse_error,
     exp=np.exp,
@@ -146,11 +172,11 @@ _REAL: dict[str, Callable[..., Any]] = dict(
     saturate=lambda x: np.where(np.isnan(x), 0, np.clip(x, 0, 1)),
     sin=np.sin,
     sinh=np.sinh,
-    sinpi=lambda x: np.sin(np.pi * np.fmod(x, 2)),
+    sinpi=lambda x: np.where(x == np.trunc(x), 0 * x, _sine(x, 0)),
     sqrt=np.sqrt,
     tan=np.tan,
     tanh=np.tanh,
-    tgamma=_elementwise(math.gamma),
+    tgamma=_elementwise(_gamma),
     trunc=np.trunc,
     y0=_special("bessel_y0"),
     y1=_special("bessel_y1"),
@@ -289,19 +315,12 @@ def _fitted(result: Any, out: np.dtype) -> np.ndarray:
     """The result in its type: integers wrap, and rounded numbers saturate."""
     result = np.asarray(result)
     if result.dtype.kind == "f" and out.kind == "i":
-        return _saturated(result, out)
+        return saturated(result.astype(np.float64), out, result.dtype == np.float64 or out.itemsize == 8)
     return result.astype(out) if out.kind != "i" or result.dtype.kind == "b" else _wrapped(result, out)
 
 
 def _wrapped(result: np.ndarray, out: np.dtype) -> np.ndarray:
     return result.astype(UNSIGNED[out]).view(out) if result.dtype.kind == "u" else result.astype(out)
-
-
-def _saturated(x: np.ndarray, kind: np.dtype) -> np.ndarray:
-    info = np.iinfo(kind)
-    low, high = x <= info.min, x >= float(info.max)
-    inside = np.where(low | high | np.isnan(x), 0, x).astype(kind)
-    return np.where(low, kind.type(info.min), np.where(high, kind.type(info.max), inside))
 
 
 def _converted(x: np.ndarray, source: str, target: str, mode: str) -> np.ndarray:
@@ -310,7 +329,8 @@ def _converted(x: np.ndarray, source: str, target: str, mode: str) -> np.ndarray
         x = unsigned(x)
     if target in _INTEGER:
         kind = np.dtype(_INTEGER[target])
-        return _saturated(_ROUND[mode](x.astype(np.float64)), kind).view(np.dtype(f"i{kind.itemsize}"))
+        whole = _ROUND[mode](x.astype(np.float64))
+        return saturated(whole, kind, source == "double" or kind.itemsize == 8).view(np.dtype(f"i{kind.itemsize}"))
     wide = np.dtype(np.float32 if target == "float" else np.float64)
     return _nearest_towards(x.astype(wide), lambda near, one: Fraction(one) - Fraction(near), x, mode)
 
@@ -341,18 +361,32 @@ def _nearest_towards(near: np.ndarray, error: Callable[..., Fraction], *numbers_
     *numbers, mode = numbers_and_mode
     kind = near.dtype.type
 
+    def overflowed(infinite: Any, *given: Any) -> Any:
+        """The largest number, if the exact result is beyond it and rounded towards zero. A quotient by zero stays."""
+        largest = kind(math.copysign(np.finfo(kind).max, infinite))
+        inward = mode == "rz" or mode == ("rd" if infinite > 0 else "ru")
+        try:
+            beyond = error(float(largest), *given)
+        except ZeroDivisionError:
+            return infinite
+        return largest if inward and (beyond > 0) == (infinite > 0) and beyond else infinite
+
     def one(close: Any, *given: Any) -> Any:
         given = tuple(number.item() if isinstance(number, np.generic) else number for number in given)
-        if not all(map(math.isfinite, (float(close), *given))):
+        if math.isnan(close) or not all(map(math.isfinite, given)):
             return close
+        if math.isinf(close):
+            return overflowed(close, *given)
         below = above = kind(close)
-        while error(float(below), *given) < 0:
+        while math.isfinite(below) and error(float(below), *given) < 0:
             above, below = below, np.nextafter(below, kind(-np.inf))
-        while error(float(above), *given) > 0:
+        while math.isfinite(above) and error(float(above), *given) > 0:
             below, above = above, np.nextafter(above, kind(np.inf))
-        if below == above or not math.isfinite(float(below)) or not math.isfinite(float(above)):
-            return above if below == above else close
+        if below == above:
+            return above
         if mode == "rn":
+            if not (math.isfinite(below) and math.isfinite(above)):
+                return close
             gap = error(float(below), *given) + error(float(above), *given)
             even = below if below.view(f"u{below.itemsize}") % 2 == 0 else above
             return above if gap > 0 else below if gap < 0 else even

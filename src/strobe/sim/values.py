@@ -73,6 +73,20 @@ def _odd(array: np.ndarray) -> np.ndarray:
     return np.where((near == array) | np.isnan(array) | (near.view(np.uint32) & 1 == 1), near, np.nextafter(near, away))
 
 
+def saturated(x: np.ndarray, kind: np.dtype, is_wide: bool) -> np.ndarray:
+    """Whole float64 numbers as integers, saturated. NaN gives 0, or the middle of the range if `is_wide`: where source
+    or target has 64 bits (PTX ISA, cvt).
+
+    >>> saturated(np.array([300.0, np.nan]), np.dtype(np.int8), False)
+    array([127,   0], dtype=int8)
+    """
+    info, middle = np.iinfo(kind), float(1 << kind.itemsize * 8 - 1) if is_wide else 0.0
+    x = np.where(np.isnan(x), -middle if info.min else middle, x)
+    low, high = x <= info.min, x >= float(info.max)
+    inside = np.where(low | high, 0.0, x).astype(kind)
+    return np.where(low, kind.type(info.min), np.where(high, kind.type(info.max), inside))
+
+
 def to_bits(array: Any, elem: str) -> np.ndarray:
     """Values of `elem` as their bits in memory."""
     if elem == "bf16":
