@@ -9,7 +9,9 @@ import pytest
 import torch
 import triton
 from triton import language as tl
+from triton.compiler.errors import CompilationError
 
+from strobe.sim import simulate
 from tests.sim.places import PLACES, any_bits, launch, name, same_bits
 
 pytestmark = pytest.mark.parametrize("place", PLACES)
@@ -165,6 +167,39 @@ def test_histogram(masked, place):
     out = torch.zeros(16, dtype=torch.int32)
     launch(place, counted, x, out, 256, 16, masked)
     same_bits(out, torch.bincount(x[torch.arange(256) % 3 != 0] if masked else x, minlength=16).int())
+
+
+@pytest.mark.parametrize("dtype", (torch.int8, torch.uint8, torch.int16, torch.int64, torch.uint32), ids=name)
+def test_a_histogram_of_other_widths_than_32_bits(dtype, place):
+    if place == "cuda":
+        pytest.skip("does not compile there")
+    x = torch.full((64,), 200 if dtype != torch.int8 else 7).to(dtype)
+    out = torch.zeros(256, dtype=torch.int32)
+    with simulate("sm_90", check=False) as run:
+        counted[(1,)](x, out, 64, 256, False)
+    text = f"compiler: a histogram of {8 * dtype.itemsize}-bit integers, which Triton does not compile"
+    assert [str(report)[: len(text)] for report in run.reports] == ([] if dtype == torch.uint32 else [text])
+    assert out[int(x[0])] == 64 and out.sum() == 64
+
+
+@triton.jit
+def looked_up(x, index, out, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(out + i, tl.gather(tl.load(x + i), tl.load(index + i), 0))
+
+
+@pytest.mark.parametrize("wrong, nearest", [(16, 15), (-1, 0)])
+def test_a_gather_outside_of_its_tensor(wrong, nearest, place):
+    if place == "cuda":
+        pytest.skip("undefined there")
+    x, out = torch.arange(16.0), torch.zeros(16)
+    index = torch.arange(16, dtype=torch.int32)
+    index[5] = wrong
+    with simulate("sm_90", check=False) as run:
+        looked_up[(1,)](x, index, out, 16)
+    (report,) = run.reports
+    assert report.kind == "bounds" and f"gather: index {wrong} into 16 elements (1 indices outside)" in report.text
+    assert out[5] == nearest and torch.equal(out[6:], x[6:])
 
 
 @triton.jit
@@ -417,7 +452,16 @@ def test_products_of_small_numbers_are_exact(dtype, place):
     same_bits(out, (a.double() @ b.double() + c.double()).to(wide))
 
 
-@pytest.mark.parametrize("precision, least, most", [("ieee", 0.0, 2e-6), ("tf32", 1e-4, 4e-3)])
+@pytest.mark.parametrize(
+    "precision, least, most",
+    [
+        ("ieee", 0.0, 2e-6),
+        ("tf32", 1e-4, 4e-3),
+        ("tf32x3", 0.0, 2e-6),
+        ("bf16x3", 1e-6, 4e-5),
+        ("bf16x6", 0.0, 2e-6),
+    ],
+)
 def test_precision_of_float32_products(precision, least, most, place):
     generator = torch.Generator().manual_seed(14)
     a, b = torch.randn(32, 64, generator=generator), torch.randn(64, 32, generator=generator)
@@ -426,6 +470,24 @@ def test_precision_of_float32_products(precision, least, most, place):
     want = a.double() @ b.double()
     error = ((out - want).norm() / want.norm()).item()
     assert least <= error <= most
+
+
+@pytest.mark.parametrize("precision", ("tf32x3", "bf16x3", "bf16x6"))
+def test_infinities_pass_through_a_product_in_parts(precision, place):
+    a, b = torch.eye(16), torch.ones(16, 16)
+    a[3, 3], a[4, 4], a[5, 5] = torch.inf, torch.nan, 3e38
+    out = torch.zeros(16, 16)
+    launch(place, multiplied, a, b, torch.zeros(16, 16), out, 16, 16, 16, precision)
+    assert torch.equal(out[3], torch.full((16,), torch.inf)) and out[4].isnan().all()
+    torch.testing.assert_close(out[5], torch.full((16,), 3e38), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype, least", [(torch.float32, 16), (torch.float16, 16), (torch.int8, 32)], ids=str)
+def test_a_product_of_too_short_rows_does_not_compile(dtype, least, place):
+    a, b = torch.ones(16, least // 2).to(dtype), torch.ones(least // 2, 16).to(dtype)
+    c = torch.zeros(16, 16, dtype=torch.int32 if dtype == torch.int8 else torch.float32)
+    with pytest.raises((AssertionError, CompilationError), match=f"Input shapes should have .* K >= {least}"):
+        launch(place, multiplied, a, b, c, c.clone(), 16, 16, least // 2, "ieee")
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from .report import place_text
 from .scaled import unpacked
 from .storages import adopt
 from .values import (
+    BYTES,
     COMPUTED,
     STORED,
     UNSIGNED,
@@ -192,12 +193,25 @@ class Arithmetic(Contraction):
 
     def create_gather(self, a: Value, index: Value, axis: int) -> Value:
         self.machine.threads_meet()
-        return Value(np.take_along_axis(a.data, np.asarray(index.data, np.int64), axis), a.elem, index.layout)
+        wanted, size = np.asarray(index.data, np.int64), np.shape(a.data)[axis]
+        outside = (wanted < 0) | (wanted >= size)
+        if (held := self.held(wanted.shape, index.layout)) is not None:
+            outside = outside & held
+        if outside.any():
+            at = f"index {wanted[outside][0]} into {size} elements ({outside.sum()} indices outside)"
+            self.machine.report("bounds", f"gather: {at}, at {place_text(self.machine.place())}")
+        wanted = np.clip(wanted, 0, size - 1)
+        return Value(np.take_along_axis(a.data, wanted, axis), a.elem, index.layout)
 
     def create_histogram(self, a: Value, bins: int, mask: Value | None, layout: object = None) -> Value:
         self.machine.threads_meet()
+        if a.elem != "i32":
+            bits, where = 8 * BYTES[a.elem], place_text(self.machine.place())
+            text = f"a histogram of {bits}-bit integers, which Triton does not compile: convert to int32 first"
+            self.machine.report("compiler", f"{text}, at {where}")
         data = a.data if mask is None else a.data[np.broadcast_to(mask.data, a.data.shape)]
-        inside = data[(data >= 0) & (data < bins)]
+        data = unsigned(np.asarray(data))  # the signs of the type are not known here; no bin is negative
+        inside = data[data < bins].astype(np.int64)
         return Value(np.bincount(inside, minlength=bins).astype(np.int32), "i32", layout)
 
     # ---- several operands

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import min_dot_size
 
 from .arithmetic import Arithmetic
 from .block_pointers import BlockPointers
@@ -34,7 +36,7 @@ ONLY_ON = {
 class Builder(Arithmetic, Pointers, BlockPointers, SharedMemory, Clusters, TensorCores, ScaledProducts, LaunchControl):
     def __init__(self, machine: Machine, options: object, layouts: Layouts, capability: int):
         self.machine, self.options, self.layouts, self.capability = machine, options, layouts, capability
-        self.codegen_fns = {"min_dot_size": lambda a, b: (1, 1, 1)}
+        self.codegen_fns = {"min_dot_size": min_dot_size(GPUTarget("cuda", capability, 32))}
         self.module_map: dict[str, object] = {}
         self.grid: tuple[int, int, int] = (1, 1, 1)
         self.ctas, self.two_ctas, self.inits_by_hand = 1, False, False  # the launch of a Gluon kernel sets them

@@ -24,15 +24,52 @@ FLOP_PER_CYCLE = 4096.0  # dense 16-bit FLOP of one Hopper SM; Blackwell and 8-b
 TENSOR_MEMORY_COLUMN_BYTES = 512  # 128 lanes of 32 bits
 
 
-def product(a: np.ndarray, b: np.ndarray, elem: str, precise: bool = False) -> np.ndarray:
-    """a @ b for tiles of `elem`, accumulated in float32 (or float64, int64)."""
+def product(a: np.ndarray, b: np.ndarray, elem: str, precision: str = "TF32") -> np.ndarray:
+    """a @ b for tiles of `elem`, accumulated in float32 (or float64, int64). `precision` is that of float32 operands,
+    by Triton's name.
+    """
     exact = elem[0] == "i" and elem != "i64"  # float64 holds these sums, and NumPy multiplies floats much faster
     wanted = np.float64 if elem == "fp64" or exact else np.int64 if elem[0] == "i" else np.float32
     a, b = (np.ascontiguousarray(x, wanted) for x in (a, b))
-    if elem == "fp32" and not precise:  # TF32: the tensor core reads the upper 19 bits
-        a, b = ((x.view(np.int32) & -0x2000).view(np.float32) for x in (a, b))
+    if elem == "fp32" and precision in SPLITS:
+        return _split_product(a, b, precision)
+    if elem == "fp32" and precision == "TF32":
+        a, b = _as_tf32(a), _as_tf32(b)
     result = np.matmul(a, b)
     return result.astype(np.int64) if exact else result
+
+
+# a product of float32 as products of parts of fewer bits: how a part is rounded, how many there are, and which parts of
+# the operands are multiplied, from the smallest product to the largest (Triton's F32DotTC.cpp)
+SPLITS = {
+    "TF32x3": ("tf32", 2, ((1, 0), (0, 1), (0, 0))),
+    "BF16x3": ("bf16", 2, ((1, 0), (0, 1), (0, 0))),
+    "BF16x6": ("bf16", 3, ((1, 1), (2, 0), (0, 2), (1, 0), (0, 1), (0, 0))),
+}
+
+
+def _as_tf32(x: np.ndarray) -> np.ndarray:
+    """The tensor core reads the upper 19 bits."""
+    return (x.view(np.int32) & -0x2000).view(np.float32)
+
+
+def _parts(x: np.ndarray, kind: str, count: int) -> list[np.ndarray]:
+    """Numbers of few bits that sum to about x, the largest first."""
+    if kind == "tf32":  # cvt.rna.tf32 rounds to nearest, ties away from zero; the tensor core truncates the rest
+        first = np.where(np.isfinite(x), _as_tf32((x.view(np.int32) + 0x1000).view(np.float32)), x)
+        return [first, _as_tf32(x - first)]
+    found = []
+    for _ in range(count):
+        found.append(rounded(x, kind))
+        x = x - found[-1]
+    return found
+
+
+def _split_product(a: np.ndarray, b: np.ndarray, precision: str) -> np.ndarray:
+    kind, count, pairs = SPLITS[precision]
+    left, right = _parts(a, kind, count), _parts(b, kind, count)
+    small = sum(np.matmul(left[i], right[j]) for i, j in pairs[:-1])
+    return np.matmul(left[0], right[0]) + np.where(np.isnan(small), np.float32(0), small)
 
 
 class Scales(NamedTuple):
@@ -159,8 +196,7 @@ class TensorCores:
 
     def create_dot(self, a: Value, b: Value, c: Value, precision: object, imprecise: int) -> Value:
         self.machine.threads_meet()
-        precise = getattr(precision, "name", "") == "IEEE"
-        result = product(a.data, b.data, a.elem, precise) + c.data
+        result = product(a.data, b.data, a.elem, getattr(precision, "name", "TF32")) + c.data
         self._check_wrap(result, c.elem, self.machine.place())
         self.machine.spend(self._product_ns((*np.shape(c.data)[-2:], np.shape(a.data)[-1]), a.elem))
         return Value(np.asarray(rounded(result, c.elem)).astype(COMPUTED[c.elem], copy=False), c.elem, c.layout)
@@ -273,7 +309,7 @@ class TensorCores:
             if scales is None:
                 columns = [np.concatenate(columns, axis=-1)] * len(into)
             for fetch, side, one in zip(left, columns, into, strict=True):
-                result = product(fetch(), side, elem, precise=scales is not None)
+                result = product(fetch(), side, elem, "IEEE" if scales is not None else "TF32")
                 one.view[...] = to_bits(result + from_bits(one.view, one.elem) if accumulate else result, one.elem)
             merge(stream.vector_clock, vector_clock)
 
