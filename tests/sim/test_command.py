@@ -172,6 +172,9 @@ def test_mutate_another_file_than_the_scene(sim, tmp_path):
         ([f"{DOUBLING}::triple"], "doubling.py has no triple; it has"),
         ([f"{DOUBLING}::double", "f32[16,32]"], "double takes (x, y)"),
         ([f"{DOUBLING}::double", "f33[16,32]", "1"], "got 'f33' in 'f33[16,32]', expected one of bf16"),
+        ([DOUBLE[0], "tma:f32[]", "1"], "got 'tma:f32[]', expected at least one dimension"),
+        ([DOUBLE[0], "f32[9999999999999]", "1"], "got 'f32[9999999999999]', expected a tensor that fits in memory"),
+        ([DOUBLE[0], "nan:f32[99999999999999999999]", "1"], "expected a tensor that fits in memory"),
         (
             [*DOUBLE, "--timeline", "run.png"],
             "--timeline: got run.png, expected a name that ends in .html, .svg, .json",

@@ -439,6 +439,46 @@ def test_prints(place, capsys):
     assert "compiled for 4" in said and "value:  [0 1 2 3]" in said and "number:  7" in said
 
 
+@triton.jit
+def printed(x, n: tl.constexpr):
+    tl.device_print("bits", tl.load(x + tl.arange(0, n)), hex=True)
+    tl.device_print("one", tl.load(x), hex=True)
+
+
+@pytest.mark.parametrize(
+    "dtype, bits",
+    [
+        (torch.float32, ["0x3f800000", "0xc0000000"]),
+        (torch.bfloat16, ["0x3f80", "0xc000"]),
+        (torch.float64, ["0x3ff0000000000000", "0xc000000000000000"]),
+        (torch.float8_e5m2, ["0x3c", "0xc0"]),
+        (torch.int32, ["0x1", "-0x2"]),
+    ],
+    ids=str,
+)
+def test_prints_of_bits(dtype, bits, place, capsys):
+    if place == "cuda":
+        pytest.skip("goes past Python's stdout")
+    with simulate("sm_90"):
+        printed[(1,)](torch.tensor([1.0, -2.0]).to(dtype), 2)
+    said = capsys.readouterr().out
+    assert f"bits:  [{' '.join(bits)}]" in said and f"one:  {bits[0]}\n" in said
+
+
+@triton.jit
+def of_another_type(x, out):
+    byte = tl.load(x)
+    tl.store(out, byte.to(tl.float8e4b15, bitcast=True).to(tl.float32))
+
+
+def test_a_type_that_the_simulator_lacks(place):
+    if place == "cuda":
+        pytest.skip("of an older GPU")
+    message = r"the simulator does not know the type fp8e4b15, at test_global_memory.py:[0-9]+ of_another_type"
+    with pytest.raises(NotImplementedError, match=message), simulate("sm_80"):
+        of_another_type[(1,)](torch.zeros(1, dtype=torch.uint8), torch.zeros(1))
+
+
 # ---------------------------------------------------------------- functions mapped over elements
 
 

@@ -20,7 +20,7 @@ from .report import place_text
 from .scaled import ScaledProducts
 from .shared import SharedMemory
 from .tensor_core import TensorCores
-from .values import BYTES, COMPUTED, Type, Value, computed_type, rounded, unsigned
+from .values import BYTES, COMPUTED, Type, Value, computed_type, rounded, to_bits, unsigned
 
 # prefixes of operation names, and the capabilities that support them (PTX ISA, target notes of each instruction)
 ONLY_ON = {
@@ -67,9 +67,11 @@ class Builder(Arithmetic, Pointers, BlockPointers, SharedMemory, Clusters, Tenso
             return getattr(self.layouts.attributes, name)
         if name.startswith("get_") and name.endswith("_attr"):
             return getattr(self.layouts.builder, name)
-        if name.startswith("create_"):
-            where = place_text(self.machine.place())
-            raise NotImplementedError(f"the simulator does not know the operation {name[len('create_') :]}, at {where}")
+        for begin, end, what in (("get_", "_ty", "type"), ("create_", "", "operation")):
+            if name.startswith(begin) and name.endswith(end):
+                unknown = name.removeprefix(begin).removesuffix(end)
+                where = place_text(self.machine.place())
+                raise NotImplementedError(f"the simulator does not know the {what} {unknown}, at {where}")
         raise AttributeError(name)
 
     # ---- source locations: the translated code carries them
@@ -168,8 +170,10 @@ class Builder(Arithmetic, Pointers, BlockPointers, SharedMemory, Clusters, Tenso
     def create_print(self, prefix: str, hexadecimal: bool, values: list[Value], signed: Iterable[bool]) -> None:
         p = self.machine.current
         shown = [
-            value.data if is_signed else unsigned(value.data) for value, is_signed in zip(values, signed, strict=True)
-        ]
+            _float_bits(value) if hexadecimal and value.elem[:2] in ("fp", "bf")
+            else value.data if is_signed else unsigned(value.data)
+            for value, is_signed in zip(values, signed, strict=True)
+        ]  # fmt: skip
         with np.printoptions(formatter={"int": hex} if hexadecimal else None):
             print(
                 f"[{p.cta.position} {p.name}]",
@@ -184,6 +188,12 @@ class _Block:
 
     def arg(self, index: int) -> Value:
         return self._values[index]
+
+
+def _float_bits(value: Value) -> Any:
+    """The bits of floating-point numbers, as unsigned integers."""
+    bits = np.asarray(to_bits(value.data, value.elem))
+    return bits.view(f"u{bits.itemsize}")[()]
 
 
 def _integer(elem: str) -> Callable[[Builder, int], Value]:

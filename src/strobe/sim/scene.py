@@ -113,6 +113,16 @@ def _tensor(text: str, generator: Any) -> object:
             f"argument: got {text!r}, expected a block of {len(shape)} sizes after a tma: tensor; leave it out "
             "otherwise"
         )
+    try:
+        tensor = _filled(shape, dtype, name, fill, generator)
+    except (MemoryError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise SceneError(
+            f"argument: got {text!r}, expected a tensor that fits in memory: {str(error).partition(chr(10))[0]}"
+        ) from error
+    return _descriptor(tensor, dtype, block, text) if fill == "tma" else tensor
+
+
+def _filled(shape: list[int], dtype: tl.dtype, name: str, fill: str | None, generator: Any) -> Any:
     torch = torch_if_installed()
     if fill in _FILLS:
         value = -1 if fill == "nan" and not dtype.is_floating() else _FILLS[fill]
@@ -121,11 +131,9 @@ def _tensor(text: str, generator: Any) -> object:
         return torch.full(shape, value, dtype=getattr(torch, name))
     if torch is None:
         drawn = generator.standard_normal(shape) * (1 if dtype.is_floating() else 8)
-        tensor: Any = Array.of(np.trunc(drawn) if not dtype.is_floating() else drawn, dtype)
-    else:
-        drawn = torch.randn(shape, generator=generator)
-        tensor = (drawn if dtype.is_floating() else drawn * 8).to(getattr(torch, name))
-    return _descriptor(tensor, dtype, block, text) if fill == "tma" else tensor
+        return Array.of(np.trunc(drawn) if not dtype.is_floating() else drawn, dtype)
+    drawn = torch.randn(shape, generator=generator)
+    return (drawn if dtype.is_floating() else drawn * 8).to(getattr(torch, name))
 
 
 def _sizes(text: str, between: str) -> list[int]:
@@ -140,6 +148,8 @@ def _descriptor(tensor: Any, elem: tl.dtype, block: list[int], text: str) -> obj
         raise SceneError(
             f"argument: got {text!r}, expected bf16, fp16 or fp32 in a descriptor; make others in a function"
         )
+    if not block:
+        raise SceneError(f"argument: got {text!r}, expected at least one dimension, such as tma:bf16[64,128]/64x64")
     try:
         layout: Any = gl.NVMMASharedLayout.get_default_for(block, elem)
         return TensorDescriptor.from_tensor(tensor, block, layout)
