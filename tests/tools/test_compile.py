@@ -311,6 +311,9 @@ def test_a_version_is_told_by_all_code_that_forms_answer_by(tmp_path, monkeypatc
             (tmp_path / place).write_text("one" if place != changed else "another")
         told.add(compile_cache.host_code.__wrapped__())
     assert len(told) == 4
+    (tmp_path / "kernels/cpu").mkdir()
+    (tmp_path / "kernels/cpu/forward.py").write_text("traits read nothing from kernels that run on CPUs")
+    assert compile_cache.host_code.__wrapped__() in told
 
 
 def test_what_was_compiled_from_the_same_source_is_not_compiled_again(monkeypatch):

@@ -27,8 +27,9 @@ _HASHING = Lock()  # one thread at a time: a function that another thread is abo
 
 @lru_cache
 def host_code() -> str:
-    """A hash of the code that traits read: of kernels, masks and problems. It takes 5 ms."""
-    kernels = [file for file in sorted((PACKAGE / "kernels").rglob("*.py")) if file.name not in LAUNCHING]
+    """A hash of the code that traits read: of GPU kernels, masks and problems. It takes 5 ms."""
+    files = sorted((PACKAGE / "kernels").rglob("*.py"))
+    kernels = [file for file in files if file.name not in LAUNCHING and file.parent.name != "cpu"]
     files = [*kernels, PACKAGE / "problem" / "mask.py", PACKAGE / "problem" / "problem.py"]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
