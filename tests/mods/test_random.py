@@ -21,7 +21,11 @@ PARTS, OF_A_PART = 50, 100  # of the nightly run: calls of a part
 # ---------------------------------------------------------------- trees from bytes
 
 _INTEGER_LEAVES = ("b", "h", "q", "k", "q", "k", *range(-3, 13))
-_INTEGER_NODES = ("add", "sub", "mul", "floordiv", "mod", "min", "max", "neg", "abs", "hash", "table")
+_INTEGER_UNARY = ("neg", "abs", "invert", "hash", "table")
+_INTEGER_NODES = (
+    *("add", "sub", "mul", "floordiv", "mod", "min", "max", "bits_and", "bits_or", "bits_xor"),
+    *_INTEGER_UNARY,
+)
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _SCORE_LEAVES = ("score", "float", "position", "row", "key", "scalar", "grid", "score")
 _SCORE_BINARY = ("add", "sub", "mul", "minimum", "maximum")
@@ -41,7 +45,7 @@ class Reader:
         if depth == 0 or self.choose((True, False, True)):
             return self.choose(_INTEGER_LEAVES)
         name = self.choose(_INTEGER_NODES)
-        count = 1 if name in ("neg", "abs", "hash", "table") else 2
+        count = 1 if name in _INTEGER_UNARY else 2
         return name, *[self.integer(depth - 1) for _ in range(count)]
 
     def mask(self, depth: int = 2):
@@ -80,8 +84,12 @@ _INTEGER = {
     "mod": lambda a, b: a % (b % 5 + 2),
     "min": torch.minimum,
     "max": torch.maximum,
+    "bits_and": lambda a, b: a & b,
+    "bits_or": lambda a, b: a | b,
+    "bits_xor": lambda a, b: a ^ b,
     "neg": lambda a: -a,
     "abs": torch.abs,
+    "invert": lambda a: ~a,
     "hash": lambda a: (a.long() * 2654435761).int() % 97,  # wraps around
 }
 _COMPARE = {name: getattr(torch, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}

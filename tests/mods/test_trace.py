@@ -308,6 +308,11 @@ def _bounds_of(function, q, k) -> Interval:
         lambda q, k: (q.float() * 0.1 % 1.3) * 10,
         lambda q, k: (q.clamp(min=65) * 2**25).abs(),
         lambda q, k: (q.float() * 1e30 * 1e30) * torch.where(k < 0, 1.0, 0.0),
+        lambda q, k: ~(k // 1000),
+        lambda q, k: ~(q & 1) * 3,
+        lambda q, k: (k // 65) ^ 6,
+        lambda q, k: (q // 128) ^ (k & 4) ^ 1,
+        lambda q, k: ((q >= 64) ^ (k >= 64)).int() + (~(q >= 64)).int() * 2,
     ),
 )
 def test_intervals_hold_what_wraps_around_and_rounds(function):

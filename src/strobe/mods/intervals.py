@@ -79,7 +79,7 @@ def _rule(
         if not all(math.isfinite(end) for arg in args for end in arg):
             return UNKNOWN
         args = [_widened(arg) for arg in args]
-    rule = _RULES.get(node.op)
+    rule = _BOOLEAN_RULES.get(node.op, _RULES.get(node.op)) if node.kind == BOOL else _RULES.get(node.op)
     found = UNKNOWN if rule is None or (node.kind == FLOAT and UNKNOWN in args) else rule(*args)
     if math.isnan(found.low) or math.isnan(found.high):
         found = UNKNOWN
@@ -89,8 +89,8 @@ def _rule(
 
 
 _STEPS = ("floor", "ceil", "floordiv", "mod")  # a rounded argument may give another step
-_ARITHMETIC = ("add", "sub", "mul", "floordiv", "neg", "abs")  # may leave the range of their type
-_RANGES = {INT: 2**31 - 1, LONG: 2**53, FLOAT: 3e38}  # up to 2^53 the ends of an interval, in float64, are exact
+_ARITHMETIC = ("add", "sub", "mul", "floordiv", "neg", "abs", "not")  # may leave the range of their type
+_RANGES = {INT: 2**31 - 1, LONG: 2**53 - 1, FLOAT: 3e38}  # below 2^53 the ends of an interval, in float64, are exact
 
 
 def _if_in_range(kind: str, a: Interval) -> Interval:
@@ -203,12 +203,22 @@ def _or(a: Interval, b: Interval) -> Interval:
     return Interval(max(a.low, b.low), max(a.high, b.high)) if is_bool else UNKNOWN
 
 
-def _not(a: Interval) -> Interval:
-    return _inverse(a) if a.low >= 0 and a.high <= 1 else UNKNOWN
+def _complement(a: Interval) -> Interval:
+    """~a of integers: -1 - a."""
+    return Interval(-1 - a.high, -1 - a.low)
 
 
 def _exclusive(a: Interval, b: Interval) -> Interval:
-    return Interval(*(float(a.low != b.low),) * 2) if a.single and b.single and a.low in (0, 1) else UNKNOWN
+    """a ^ b of integers."""
+    if not (a.single and b.single and math.isfinite(a.low) and math.isfinite(b.low)):
+        return UNKNOWN
+    value = int(a.low) ^ int(b.low)
+    return Interval(value, value)
+
+
+def _differing(a: Interval, b: Interval) -> Interval:
+    """a ^ b of bools."""
+    return _inverse(_compare_equal(a, b)) if a.single and b.single else MAYBE
 
 
 _RULES: dict[str, Callable[..., Interval]] = {
@@ -227,6 +237,7 @@ _RULES: dict[str, Callable[..., Interval]] = {
     "where": _either,
     "and": _and,
     "or": _or,
-    "not": _not,
+    "not": _complement,
     "xor": _exclusive,
 }
+_BOOLEAN_RULES: dict[str, Callable[..., Interval]] = {"not": _inverse, "xor": _differing}
