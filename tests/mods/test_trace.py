@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -90,6 +91,19 @@ def test_a_number_whose_value_is_read_stays_a_constant():
 
     texts = [_bind(repeated(count))[0].trace.program.text for count in (1, 2, 3, 2)]
     assert len(set(texts)) == 3 and texts[1] == texts[3]
+
+
+def test_a_function_may_make_a_score_and_a_mask_while_it_is_traced():
+    def outer(score, b, h, q_idx, kv_idx):
+        inner = strobe.score_mod(lambda s, b, h, q, k: s * 2 + OFFSET)
+        strobe.mask_mod(lambda b, h, q, k: q >= k)
+        return inner.function(score, b, h, q_idx, kv_idx)
+
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(_bind(outer)[0].trace.program.text), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found == [_bind(lambda s, b, h, q, k: s * 2 + OFFSET)[0].trace.program.text]
 
 
 class _Module(torch.nn.Module):

@@ -46,7 +46,7 @@ class TraceCache:
     def __init__(self) -> None:
         self.traced = 0
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a function that is traced may make a mask or a score of its own
 
     def clear(self) -> None:
         with self._lock:

@@ -3,23 +3,35 @@
 A function is identified by its code and by what it captures: of tensors the metadata, of numbers the type, of anything
 else the value. So two closures of one code over other tensors are the same function, and are traced once.
 
-Of a module or a class that a function names, the attributes count that the function's code names. An object that can
-change without a trace of it here (an iterator) makes a key that equals no other.
+Of a module or a class that a function names, the attributes count that the function's code names, and of an object the
+methods, with what these read. An object that can change without a trace of it here (an iterator) makes a key that
+equals no other.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-Replacements = Mapping[Any, Any]  # by id of a tensor, or by path of a number
+Names = tuple[str, ...]  # of globals and attributes in code that may read a value
+CALL = "__call__"  # among Names: the value may be called
+OVERRIDDEN, HIDDEN = " of ", " in the class"  # in a path: of a base, and of a class whose object has another
 
 
 class Captured(NamedTuple):
@@ -40,7 +52,7 @@ def captured(function: Callable) -> Captured:
     (True, [3])
     """
     walk = _Walk()
-    key = walk.key(function, "")
+    key = walk.key(function, "", (CALL,))
     return Captured(key, tuple(walk.tensors), tuple(walk.numbers))
 
 
@@ -102,7 +114,7 @@ def _read_simple(function: Any, constants: list[Any], tensors: list[Tensor], hel
             constants.append(id(value))
             held.append(value)
         elif is_opaque(value):
-            if within(value, ()) is not value:  # a user's module or class
+            if has_named_parts(value):
                 return False
             if len(_opaque) >= _MOST_OPAQUE:
                 _opaque.clear()
@@ -118,57 +130,37 @@ _MOST_OPAQUE = 1024
 _opaque: dict[int, Any] = {}  # modules, classes and functions of libraries that were met
 
 
-class Namespace(NamedTuple):
-    """A module, a class or a callable object, of which a function reads the attributes with these names."""
-
-    real: Any
-    names: tuple[str, ...]
-
-    @property
-    def kind(self) -> Hashable:
-        """What its key holds beside the attributes. Two callable objects of one class are alike."""
-        return _Same(self.real) if isinstance(self.real, (ModuleType, type)) else type(self.real)
-
-    def parts(self) -> Iterator[tuple[str, Any]]:
-        """(name, value) of the attributes that it has; a static method as its function, a property as its getter."""
-        if not isinstance(self.real, (ModuleType, type)):
-            yield from _attributes_named(self.real, self.names)
-            return
-        for name in self.names:
-            found = next((vars(one)[name] for one in _layers(self.real) if name in vars(one)), self)
-            if found is not self:
-                yield name, within(_undescribed(found), self.names)
-
-
 class _Walk:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.numbers: list[tuple[str, int | float]] = []
         self._seen: dict[Hashable, int] = {}
 
-    def key(self, value: Any, path: str) -> Hashable:
+    def key(self, value: Any, path: str, names: Names) -> Hashable:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if OVERRIDDEN in path:
+                return type(value), repr(value)
             self.numbers.append((path, value))
             return type(value)
         if value is None or isinstance(value, (bool, str, bytes, torch.dtype, torch.device, CodeType)):
             return value
-        if is_opaque(value):
+        if is_opaque(value) and not has_named_parts(value):
             return _Same(value)
         if isinstance(value, (set, frozenset)):
             return type(value), frozenset((type(one), one) for one in value)
-        identity = identity_of(value)
+        identity = identity_of(value, names)
         if identity in self._seen:
             return "seen", self._seen[identity]
         self._seen[identity] = len(self._seen)
-        parts = [(name, self.key(part, f"{path}.{name}")) for name, part in _parts(value)]
-        if isinstance(value, Namespace):
-            return ("namespace", value.kind, *parts)
+        held = tuple([(name, self.key(part, f"{path}.{name}", its)) for name, part, its in parts_of(value, names)])
+        if has_named_parts(value):
+            return "named", _Same(value), held
         if isinstance(value, FunctionType):
-            return ("function", value.__code__, *parts)
-        if parts or isinstance(value, (MethodType, functools.partial, tuple, list, deque, dict)):
-            return (type(value), *parts)
+            return "function", value.__code__, held
+        if held or isinstance(value, (MethodType, functools.partial, tuple, list, deque, dict)):
+            return type(value), held
         return _memory(value) or (_Same(object()) if hasattr(type(value), "__next__") else _Same(value))
 
     def _tensor(self, tensor: Tensor) -> Hashable:
@@ -210,38 +202,34 @@ def _is_library(value: object) -> bool:
 
 
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+_CONTAINERS = (tuple, list, deque, dict)
 _LIBRARIES = ("torch", "numpy", "math", "builtins", "strobe", "enum", "typing")
 
 
-def within(value: Any, names: tuple[str, ...]) -> Any:
-    """A user's module, class or callable object as a Namespace of these names; any other value unchanged."""
-    if not isinstance(value, (ModuleType, type)) and (not callable(value) or isinstance(value, _FUNCTIONS)):
-        return value
-    home = value.__name__ if isinstance(value, ModuleType) else _class_of(value).__module__
-    is_foreign = home.partition(".")[0] in _LIBRARIES and not isinstance(value, torch.nn.Module)
-    return value if is_foreign else Namespace(value, names)
+def has_named_parts(value: object) -> bool:
+    """Whether it is a user's module or class, of which those attributes count that code names."""
+    if not isinstance(value, (ModuleType, type)):
+        return False
+    home = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return home.partition(".")[0] not in _LIBRARIES
 
 
-def _class_of(value: Any) -> type:
-    return value if isinstance(value, type) else type(value)
+def identity_of(value: Any, names: Names) -> Hashable:
+    """A key that is equal for the same object with the same parts. Names choose parts of all but functions and of
+    objects and containers that hold simple values alone.
+    """
+    if isinstance(value, _FUNCTIONS):
+        return id(value)
+    if isinstance(value, _CONTAINERS):
+        held = value.values() if isinstance(value, dict) else value
+        return (id(value), ()) if all(map(_is_simple, held)) else (id(value), names)
+    if not has_named_parts(value) and not callable(value) and all(map(_is_simple, attributes(value).values())):
+        names = tuple([name for name in names if hasattr(type(value), name)])
+    return id(value), names
 
 
-def identity_of(value: Any) -> Hashable:
-    """A key that is equal for the same object. A Namespace is created at each visit, so its object and names count."""
-    return (id(value.real), value.names) if isinstance(value, Namespace) else id(value)
-
-
-def _layers(real: Any) -> Sequence[Any]:
-    """Where the attributes of a module or a class are looked up, in this order."""
-    if isinstance(real, ModuleType):
-        return (real,)
-    return [base for base in real.__mro__ if within(base, ()) is not base]
-
-
-def _undescribed(attribute: Any) -> Any:
-    if isinstance(attribute, (staticmethod, classmethod)):
-        return attribute.__func__
-    return attribute.fget if isinstance(attribute, property) else attribute
+def _is_simple(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, Tensor, torch.dtype))
 
 
 def _memory(value: object) -> Hashable:
@@ -253,43 +241,133 @@ def _memory(value: object) -> Hashable:
     return type(value), view.format, view.shape, view.tobytes()
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """(name, part) of everything that may matter when the function or object is called."""
+def parts_of(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
+    """(name, part, names in code that may read the part) of everything that may matter when a function is called, or
+    when code with these names reads an object.
+    """
     if isinstance(value, FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
-            yield from [(name, within(cell.cell_contents, names_in(value.__code__)))] if is_filled(cell) else []
-        for n, default in enumerate(value.__defaults__ or ()):
-            yield f"default{n}", default
-        yield from (value.__kwdefaults__ or {}).items()
-        names = names_in(value.__code__)
-        for name in names:
-            if name in value.__globals__:
-                yield name, within(value.__globals__[name], names)
-            elif name in value.__dict__:
-                yield name, value.__dict__[name]
-    elif isinstance(value, Namespace):
-        yield from value.parts()
+        yield from _parts_of_function(value)
+    elif isinstance(value, ModuleType):
+        yield from ((name, vars(value)[name], names) for name in names if name in vars(value))
+    elif isinstance(value, type):
+        yield from ((label, undescribed(one), names) for label, one in definitions(value, names).items())
     elif isinstance(value, MethodType):
-        yield "self", value.__self__
-        yield "function", value.__func__
+        inner = _names_of(value.__func__, names)
+        yield "self", value.__self__, tuple([name for name in inner if name != CALL])
+        yield "function", value.__func__, inner
     elif isinstance(value, functools.partial):
-        yield "function", value.func
-        yield "arguments", value.args
-        yield "keywords", value.keywords
-    elif isinstance(value, (tuple, list, deque)):
-        yield from ((str(n), one) for n, one in enumerate(value))
+        inner = _names_of(value.func, names)
+        yield "function", value.func, names
+        yield "arguments", value.args, inner
+        yield "keywords", value.keywords, inner
     elif isinstance(value, dict):
-        yield from ((str(name), one) for name, one in value.items())
+        yield from ((key_name(key), one, names) for key, one in value.items())
+    elif isinstance(value, _CONTAINERS):
+        yield from ((str(n), one, names) for n, one in enumerate(value))
     else:
-        yield from _attributes_named(value, None if _is_plain(value) else ())
+        yield from _parts_of_object(value, names)
 
 
-def _attributes_named(value: Any, names: tuple[str, ...] | None) -> Iterator[tuple[str, Any]]:
-    """(name, value) of an object's attributes that its class's methods name, or that are among `names` (None: all)."""
-    own = dict.fromkeys(name for code in _codes(type(value)) for name in names_in(code))
-    for name, one in attributes(value).items():
-        if names is None or name in own or name in names:
-            yield name, within(one, tuple(own))
+def _names_of(function: Any, names: Names) -> Names:
+    return reads(function.__code__) if isinstance(function, FunctionType) else names
+
+
+def key_name(key: object) -> str:
+    """A dictionary's key as a part of a path: 1 and "1" are two keys."""
+    return key if isinstance(key, str) else f"{type(key).__name__} {key!r}"
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any, Names]]:
+    names = reads(function.__code__)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        if is_filled(cell) and name != "__class__":  # which super() reads
+            yield name, cell.cell_contents, names
+    for n, default in enumerate(function.__defaults__ or ()):
+        yield f"default{n}", default, names
+    yield from ((name, one, names) for name, one in (function.__kwdefaults__ or {}).items())
+    for name in names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name], names
+        elif name in function.__dict__:
+            yield name, function.__dict__[name], names
+
+
+def _parts_of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
+    """Of a callable object the attributes that its methods or `names` name, of a record all; and the methods."""
+    kind = type(value)
+    found = definitions(kind, (*names, *_operators(kind, names)))
+    own = dict.fromkeys(name for code in _codes(kind) for name in names_in(code)) | dict.fromkeys(names)
+    for one in map(undescribed, found.values()):
+        if isinstance(one, FunctionType):
+            own |= dict.fromkeys(names_in(one.__code__))
+    is_called, readers, held = callable(value), tuple(own), attributes(value)
+    for name, one in held.items():
+        if not is_called or name in own or (name in _OF_LAYERS and one):
+            yield name, one, readers
+    for label, one in found.items():
+        if label not in held or label in getattr(value, "__dict__", ()):
+            yield f"{label}{HIDDEN}" if label in held else label, undescribed(one), readers
+
+
+# of a layer; a call reads them
+_OF_LAYERS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def definitions(kind: type, names: Sequence[str]) -> dict[str, Any]:
+    """Attributes of a user's class: those with these names, and with the names in the code of methods among them.
+
+    An attribute of a base that a subclass overrides has the base's name in its own. Only super() reads it, from the
+    class itself, so a number in it stays a constant.
+    """
+    found: dict[str, Any] = {}
+    waiting, met = deque(names), set(names)
+    bases = [(base.__qualname__, vars(base)) for base in layers(kind)]
+    while waiting and bases:
+        name = waiting.popleft()
+        for base, held in bases:
+            if name in held and not isinstance(held[name], _SLOTS):
+                found[f"{name}{OVERRIDDEN}{base}" if name in found else name] = held[name]
+                function = undescribed(held[name])
+                further = names_in(function.__code__) if isinstance(function, FunctionType) else ()
+                waiting += [one for one in further if one not in met]
+                met.update(further)
+    return found
+
+
+def _operators(kind: type, names: Names) -> Iterator[str]:
+    """The names of methods that no code names: operators, and what a call of the object runs."""
+    for base in layers(kind):
+        for name, one in vars(base).items():
+            is_operator = name.startswith("__") and name.endswith("__") and name not in _LIFE
+            if is_operator and name != CALL and isinstance(one, FunctionType):
+                yield name
+    if CALL in names and issubclass(kind, torch.nn.Module):
+        yield "forward"
+
+
+_SLOTS = (MemberDescriptorType, GetSetDescriptorType)
+_LIFE = frozenset(
+    (
+        "__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__set_name__", "__repr__", "__str__",
+        "__hash__", "__eq__", "__ne__", "__setattr__", "__delattr__", "__dir__", "__sizeof__", "__reduce__",
+        "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__class_getitem__",
+        "__replace__", "__annotate__", "__annotate_func__",
+    )
+)  # fmt: skip
+
+
+def layers(kind: type) -> list[type]:
+    """A user's class and its bases that are users', in the order of look-up."""
+    return [base for base in kind.__mro__ if has_named_parts(base)]
+
+
+def undescribed(attribute: Any) -> Any:
+    """The function of a method of any kind; another attribute unchanged."""
+    if isinstance(attribute, (staticmethod, classmethod)):
+        return attribute.__func__
+    if isinstance(attribute, property):
+        return attribute.fget
+    return attribute.func if isinstance(attribute, functools.cached_property) else attribute
 
 
 def is_filled(cell: CellType) -> bool:
@@ -310,16 +388,16 @@ def names_in(code: CodeType) -> tuple[str, ...]:
     return tuple(found)
 
 
+def reads(code: CodeType) -> Names:
+    """The names in a function's code, which may call what it reads."""
+    return *names_in(code), CALL
+
+
 @functools.lru_cache(maxsize=256)
 def _codes(kind: type) -> tuple[CodeType, ...]:
     """The code of a class's own methods."""
     functions = [one for base in kind.__mro__ if base.__module__ != "builtins" for one in vars(base).values()]
     return tuple(one.__code__ for one in functions if isinstance(one, FunctionType) and not _is_library(one))
-
-
-def _is_plain(value: object) -> bool:
-    """Whether it is a record without methods of its own, whose fields a function reads directly."""
-    return not callable(value)
 
 
 def attributes(value: object) -> dict[str, Any]:
@@ -330,105 +408,25 @@ def attributes(value: object) -> dict[str, Any]:
     if isinstance(value, torch.nn.Module):
         for group in ("_parameters", "_buffers", "_modules"):
             held |= held.pop(group, {})
-    for name in () if isinstance(value, Enum) else _shared_names(type(value)):
+    for name in () if isinstance(value, Enum) else (*slots(type(value)), *_shared_names(type(value))):
         if name not in held and hasattr(value, name):
             held[name] = getattr(value, name)
     return held
 
 
 @functools.lru_cache(maxsize=256)
-def _shared_names(kind: type) -> tuple[str, ...]:
-    """The names of a class's slots, and of its attributes that are plain values."""
-    layers = [vars(base) for base in _layers(kind)]
-    slots = [one.get("__slots__", ()) for one in layers]
-    found = dict.fromkeys(name for one in slots for name in ((one,) if isinstance(one, str) else one))
-    for layer in layers:
-        found |= dict.fromkeys(name for name, one in layer.items() if not hasattr(one, "__get__") and not callable(one))
-    return tuple(name for name in found if not (name.startswith("__") and name.endswith("__")))
+def _shared_names(kind: type) -> Names:
+    """The names of a class's attributes that are plain values."""
+    every = [vars(base) for base in layers(kind)]
+    names = [name for one in every for name, value in one.items() if not (hasattr(value, "__get__") or callable(value))]
+    return tuple(name for name in dict.fromkeys(names) if not (name.startswith("__") and name.endswith("__")))
 
 
-# ---------------------------------------------------------------- the same function over stand-ins
-
-
-def bare(value: Any) -> Any:
-    return value.real if isinstance(value, Namespace) else value
-
-
-def replaced(value: Any, replacements: Replacements, path: str = "", made: dict[Hashable, Any] | None = None) -> Any:
-    """The function with captured tensors and numbers replaced. Nothing of the original is written to."""
-    made = {} if made is None else made
-    if isinstance(value, Tensor):
-        return replacements.get(id(value), value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return replacements.get(path, value)
-    identity = identity_of(value)
-    if identity in made:
-        return made[identity]
-    if value is None or isinstance(value, (str, bytes)) or is_opaque(value):
-        return value
-    if isinstance(value, FunctionType):
-        return _replaced_function(value, replacements, path, made)
-    real = bare(value)
-    made[identity] = real
-    old = dict(_parts(value))
-    parts = {name: replaced(part, replacements, f"{path}.{name}", made) for name, part in old.items()}
-    if all(part is bare(old[name]) for name, part in parts.items()):
-        return real
-    if isinstance(value, Namespace):
-        return _StandIn(real, parts)
-    if isinstance(value, MethodType):
-        return MethodType(parts["function"], parts["self"])
-    if isinstance(value, functools.partial):
-        return functools.partial(parts["function"], *parts["arguments"], **parts["keywords"])
-    if isinstance(value, (tuple, list, deque)):
-        return type(value)(parts.values()) if not hasattr(value, "_fields") else type(value)(*parts.values())  # type: ignore
-    return {name: parts[str(name)] for name in value} if isinstance(value, dict) else _StandIn(value, parts)
-
-
-def _replaced_function(
-    function: FunctionType, replacements: Replacements, path: str, made: dict[Hashable, Any]
-) -> FunctionType:
-    code, parts = function.__code__, dict(_parts(function))
-    cells = [CellType() for _ in code.co_freevars]
-    scope = dict(function.__globals__)
-    copy = FunctionType(code, scope, function.__name__, None, tuple(cells))
-    made[id(function)] = copy  # before its parts, so that a function may call itself
-    new = {name: replaced(part, replacements, f"{path}.{name}", made) for name, part in parts.items()}
-    for name, own, cell in zip(code.co_freevars, cells, function.__closure__ or ()):
-        if is_filled(cell):
-            own.cell_contents = new[name]
-    defaults = function.__defaults__
-    copy.__defaults__ = defaults and tuple(new[f"default{n}"] for n in range(len(defaults)))
-    copy.__kwdefaults__ = {name: new[name] for name in function.__kwdefaults__ or {}}
-    copy.__dict__.update(function.__dict__)
-    for name in names_in(code):
-        if name in scope:
-            scope[name] = new[name]
-        elif name in copy.__dict__:
-            copy.__dict__[name] = new[name]
-    if all(new[name] is bare(old) for name, old in parts.items()):
-        made[id(function)] = function
-    return made[id(function)]
-
-
-class _StandIn:
-    """An object with some attributes replaced, and its class's methods bound to the stand-in."""
-
-    def __init__(self, real: object, parts: Mapping[str, Any]) -> None:
-        self._real, self._parts_by_name = real, parts
-
-    def __getattr__(self, name: str) -> Any:
-        parts, real = self.__dict__["_parts_by_name"], self.__dict__["_real"]
-        if name in parts:
-            return parts[name]
-        method = getattr(type(real), name, None)
-        return MethodType(method, self) if isinstance(method, FunctionType) else getattr(real, name)
-
-    def __call__(self, *arguments: Any) -> Any:
-        if isinstance(self.__dict__["_real"], type):
-            return self.__dict__["_real"](*arguments)
-        method = "forward" if isinstance(self.__dict__["_real"], torch.nn.Module) else "__call__"
-        return getattr(self, method)(*arguments)
+@functools.lru_cache(maxsize=256)
+def slots(kind: type) -> Names:
+    return tuple(
+        name for base in layers(kind) for name, one in vars(base).items() if isinstance(one, MemberDescriptorType)
+    )
 
 
 def arity(function: Callable) -> Sequence[str]:

@@ -9,7 +9,7 @@ another graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import UnsupportedProblem
 from ..problem.torch_private import constant_while_compiling
 from .cache import TRACES
-from .captures import Namespace, attributes, bare, captured, identity_of, is_filled, is_opaque, names_in, within
+from .captures import CALL, Names, attributes, captured, has_named_parts, identity_of, is_filled, is_opaque, parts_of
 from .trace import MASK_INPUTS, SCORE_INPUTS
 
 _CHANGED = "a value that score_mod or a mask captures has changed while it was compiled"
@@ -82,7 +82,7 @@ def _plan(function: Callable, gradient: bool, is_score: bool) -> str:
     """
     bound = TRACES.bind(function, SCORE_INPUTS if is_score else MASK_INPUTS, gradient)
     values = captured(function).numbers
-    found = list(_captures(function, "", (), set()))
+    found = list(_captures((function, (CALL,)), "", (), set()))
     tensors = {id(value): place for _, place, value in found if isinstance(value, Tensor)}
     numbers = {path: place for path, place, _ in found}
     if any(id(one) not in tensors for one in bound.tensors) or any(path not in numbers for path, _ in values):
@@ -101,41 +101,46 @@ def _plan(function: Callable, gradient: bool, is_score: bool) -> str:
     ))  # fmt: skip
 
 
-def _captures(value: Any, path: str, steps: Sequence[str], met: set[Hashable]) -> Iterator[tuple[str, str, Any]]:
+def _captures(
+    read: tuple[Any, Names], path: str, steps: Sequence[str], met: set[Hashable]
+) -> Iterator[tuple[str, str, Any]]:
     """(path, place, value) of a function and of all that it captures. Paths are those of `captured`; a place is the
-    text of steps that `_follow` reads.
+    text of steps that `_follow` reads. read: a value, and names in the code that reads it.
     """
-    if is_opaque(value):
+    value, names = read
+    if is_opaque(value) and not has_named_parts(value):
         return
     is_leaf = value is None or isinstance(value, (Tensor, int, float, str, torch.dtype))
-    identity = identity_of(value)
+    identity = None if is_leaf else identity_of(value, names)
     if is_leaf or identity not in met:
         yield path, _STEP.join(steps), value
     if not is_leaf and identity not in met:
         met.add(identity)
-        for name, step, part in _parts(value):
-            yield from _captures(part, f"{path}.{name}", (*steps, step), met)
+        for name, part, its in parts_of(value, names):
+            for step in _steps(value, name, part):
+                yield from _captures((part, its), f"{path}.{name}", (*steps, *step), met)
 
 
-def _parts(value: Any) -> Iterator[tuple[str, str, Any]]:
-    """(name, step from the value to the part, part) of what a function or object holds."""
+def _steps(value: Any, name: str, part: Any) -> Iterator[tuple[str, ...]]:
+    """The steps from a value to its part of this name, if Dynamo can follow them."""
     if isinstance(value, FunctionType):
-        names = names_in(value.__code__)
-        for n, (name, cell) in enumerate(zip(value.__code__.co_freevars, value.__closure__ or ())):
-            yield from [(name, f"c{n}", within(cell.cell_contents, names))] if is_filled(cell) else []
-        for name in names:
-            if name in value.__globals__:
-                yield name, f"g{name}", within(value.__globals__[name], names)
-    elif isinstance(value, Namespace):
-        for name, part in value.parts():
-            if getattr(value.real, name) is bare(part):  # a property's getter is nothing that Dynamo can look up
-                yield name, f"a{name}", part
+        for n, (own, cell) in enumerate(zip(value.__code__.co_freevars, value.__closure__ or ())):
+            if own == name and is_filled(cell) and cell.cell_contents is part:
+                yield (f"c{n}",)
+                return
+        if value.__globals__.get(name, value) is part:
+            yield (f"g{name}",)
     elif isinstance(value, MethodType):
-        yield "self", "a__self__", value.__self__
-        yield "function", "a__func__", value.__func__
+        yield (f"a__{'func' if name == 'function' else name}__",)
     elif isinstance(value, (tuple, list)):
-        yield from ((str(n), f"i{n}", one) for n, one in enumerate(value))
+        yield (f"i{name}",)
     elif isinstance(value, dict):
-        yield from ((name, f"k{name}", one) for name, one in value.items() if isinstance(name, str))
-    elif isinstance(value, torch.nn.Module) or not (callable(value) or isinstance(value, (type, dict, str, bytes))):
-        yield from ((name, f"a{name}", one) for name, one in attributes(value).items())
+        if name in value and value[name] is part:
+            yield (f"k{name}",)
+    elif isinstance(value, (ModuleType, type)):
+        if getattr(value, name, value) is part:  # a property's getter is nothing that Dynamo can look up
+            yield (f"a{name}",)
+    elif attributes(value).get(name, value) is part:
+        yield (f"a{name}",)
+    elif getattr(type(value), name, value) is part:
+        yield "a__class__", f"a{name}"

@@ -70,7 +70,8 @@ class Lowering:
                 return self.p.number(kind_of(tensor.dtype), n)
         if tensor.dim() == 0 and not tensor.is_meta:  # torch.tensor(3.0) within the function
             return self.p.const(tensor.item(), kind_of(tensor.dtype))
-        raise Refused(f"makes a tensor of shape {list(tensor.shape)}", "tensor")
+        what = f"makes a tensor of shape {list(tensor.shape)}, or reads one where strobe does not find it"
+        raise Refused(f"{what}; make it before, and read it from a closure", "tensor")
 
     # ------------------------------------------------------------ operands
 

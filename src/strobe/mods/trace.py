@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import InvalidProblem, UnsupportedProblem
-from .captures import Captured, replaced
+from .captures import Captured
 from .lowering import Captures, Lowering, Refused, lower, lower_gradient
 from .program import BOOL, FLOAT, INPUTS, Program
 from .record import record
+from .stand_ins import replaced
 
 SCORE_INPUTS = ("score", "b", "h", "q", "k")
 MASK_INPUTS = ("b", "h", "q", "k")
@@ -54,16 +55,17 @@ def trace(source: Source, inputs: Sequence[str], gradient: bool = False) -> Trac
     """
     is_score = inputs[0] == "score"
     stand_ins = _stand_ins(source)
-    function = replaced(source.function, stand_ins.replacements)
     mode = _Recorder(source, stand_ins.tensors)
     returned: list[Any] = []
 
-    def checked(*positions: Tensor) -> Any:
-        found = function(*positions)
-        returned.append(found)
-        return found if _kind_of(found, is_score) is None else True
-
     with _refusals(source, mode):
+        function = replaced(source.function, stand_ins.replacements)
+
+        def checked(*positions: Tensor) -> Any:
+            found = function(*positions)
+            returned.append(found)
+            return found if _kind_of(found, is_score) is None else True
+
         with torch.no_grad(), mode:
             graph = record(checked, _examples(inputs))
         program = lower(graph, Captures(*stand_ins[:2]), inputs, FLOAT if is_score else BOOL)
@@ -74,8 +76,7 @@ def trace(source: Source, inputs: Sequence[str], gradient: bool = False) -> Trac
         raise InvalidProblem(argument, got, expected, _REMEDIES[is_score])
     derivative = None
     if gradient and is_score:
-        with _refusals(source, mode):
-            derivative = _gradient(source, inputs)
+        derivative = _gradient(source, inputs)
     return _compact(program, derivative, source.numbers)
 
 
@@ -100,9 +101,10 @@ def _gradient(source: Source, inputs: Sequence[str]) -> Program:
     wanted = [
         one.requires_grad_() for one, real in zip(stand_ins.tensors, source.captured.tensors) if real.requires_grad
     ]
-    function = replaced(source.function, stand_ins.replacements)
     mode = _Recorder(source, stand_ins.tensors)
     found: list[bool] = []
+    with _refusals(source, mode):
+        function = replaced(source.function, stand_ins.replacements)
 
     def joint(grad: Tensor, score: Tensor, *positions: Tensor):
         mode.loads.clear()
@@ -118,9 +120,12 @@ def _gradient(source: Source, inputs: Sequence[str]) -> Program:
         return [*gradients, *(raw for raw, _ in mode.loads), *wanted]
 
     names = ("grad", *inputs)
-    with mode:
-        graph = record(joint, _examples(names))
-    return lower_gradient(graph, Captures(*stand_ins[:2]), names, [n if one else None for n, one in enumerate(found)])
+    with _refusals(source, mode):
+        with mode:
+            graph = record(joint, _examples(names))
+        return lower_gradient(
+            graph, Captures(*stand_ins[:2]), names, [n if one else None for n, one in enumerate(found)]
+        )
 
 
 # ---------------------------------------------------------------- stand-ins
