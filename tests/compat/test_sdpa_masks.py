@@ -25,7 +25,6 @@ SHAPES = [
     (6, 45, 45),
     (45, 45),
     (45, 1),
-    (45,),
 ]
 
 
@@ -159,6 +158,43 @@ def test_calls_that_strobe_does_not_run_go_to_torch():
     with sdpa.enable(masks=True) as found:
         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=True)
     assert not found.served
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "error"),
+    [(torch.float64, (37, 37), "dtype"), (torch.bfloat16, (37, 37), "dtype"), (torch.bool, (37,), "Dimension")],
+)
+def test_masks_that_torch_refuses_are_refused_by_torch(dtype, shape, error):
+    qkv, mask = _qkv(CASES["plain"], grad=False), torch.ones(shape, dtype=dtype)
+    with sdpa.enable(masks=True) as found, pytest.raises((RuntimeError, IndexError), match=error):
+        F.scaled_dot_product_attention(*qkv, attn_mask=mask)
+    assert not found.served
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3), (2, 1, 0, 3)])
+@pytest.mark.parametrize("sizes", [(2, 6, 45, 64), (2, 6, 45, 32), (1, 6, 1, 64), (3, 1, 5, 64)])
+def test_the_result_lies_as_query_does(sizes, order, gradient):
+    """So that calls of `view` on the result work as they do on torch's."""
+    batch, heads, length, width = sizes
+    generator = torch.Generator().manual_seed(0)
+    back = [order.index(n) for n in range(4)]
+    whole = (batch, heads, length, 64)
+    q = torch.randn([whole[n] for n in order], generator=generator).permute(back).requires_grad_(gradient)
+    k, v = (torch.randn(batch, heads, 7, size, generator=generator) for size in (64, width))
+    mask = torch.randn(length, 7, generator=generator).requires_grad_(gradient)
+    native = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with sdpa.enable(masks=True) as found:
+        ours = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert sum(found.served.values()) == 1 and torch.allclose(ours, native, atol=1e-5)
+    wanted = torch.empty_like(q) if width == 64 else native.contiguous()
+    assert [n for n, size in zip(ours.stride(), sizes) if size > 1] == [
+        n for n, size in zip(wanted.stride(), sizes) if size > 1
+    ]
+    if gradient:
+        leaves, up = (q, mask), torch.randn(ours.shape, generator=generator)
+        results = [torch.autograd.grad(one, leaves, up) for one in (ours, native)]
+        assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*results))
 
 
 def test_a_call_that_strobe_refuses_goes_to_torch_and_is_counted(monkeypatch):

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from strobe import UnsupportedProblem
 from strobe.compat import sdpa
 from strobe.ops import attention as ops
 
@@ -246,6 +248,20 @@ def _double_backward():
     for run in (twice, lambda: _ran(twice)):
         with pytest.raises(RuntimeError, match="not implemented"):
             run()
+    mask = torch.zeros(leaves[0].shape[1], leaves[1].shape[1], requires_grad=True)
+
+    def masked():
+        out = _attend(*leaves, attn_mask=mask)
+        (gradient,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
+        return torch.autograd.grad(gradient.sum(), [*leaves, mask])
+
+    native = masked()
+    with sdpa.enable(), pytest.raises(UnsupportedProblem, match=r"double backward.*enable\(masks=False\).*MATH"):
+        masked()
+    with sdpa.enable(masks=False):
+        assert all(map(torch.equal, masked(), native))
+    with sdpa.enable(), sdpa_kernel(SDPBackend.MATH):
+        assert all(map(torch.equal, masked(), native))
 
 
 def _undoing():

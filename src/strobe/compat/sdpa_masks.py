@@ -79,7 +79,7 @@ def attend(
     torch.Size([5, 5])
 
     attn_mask: bool or floating, and broadcasts to [B, H, S_q, S_k]. Dropped weights are those of strobe's random
-    numbers, seeded by torch's generator.
+    numbers, seeded by torch's generator. The result lies in memory as q does.
     """
     q, k, v = (t.transpose(1, 2) for t in qkv)
     q, k, v, right = top_left(q, k, v) if is_causal else (q, k, v, NO_BOUND)
@@ -90,10 +90,23 @@ def attend(
         mask = mask_mod(attn_mask)
     elif attn_mask is not None:
         score = bias(attn_mask)
-    call = ops.bind(call, score, mask, dropout_of(dropout_p, None, q))
-    out = ops.run_bound(call)[0].transpose(1, 2)
+    out = _run(ops.bind(call, score, mask, dropout_of(dropout_p, None, q)), qkv[0])
     if type(out) is Tensor:  # else a graph is traced
         served[decide(call).forward.kernel.name] += 1
+    return out
+
+
+def _run(call: Call, query: Tensor) -> Tensor:
+    """The result [B, H, S_q, D_v]. It lies as torch's does, for calls of `view`: as query, and contiguous if values have
+    another width.
+    """
+    width = call.v.shape[-1]
+    out = torch.empty_like(query) if width == query.shape[-1] else query.new_empty((*query.shape[:3], width))
+    if out.transpose(1, 2).is_contiguous():  # as kernels allocate it
+        return ops.run_bound(call)[0].transpose(1, 2)
+    if call.needs_grad or type(out) is not Tensor:  # strobe's ops take out without gradients
+        return out.copy_(ops.run_bound(call)[0].transpose(1, 2))
+    ops.run_bound(call, out.transpose(1, 2))
     return out
 
 
@@ -111,7 +124,7 @@ def _is_plain(
     if attn_mask is None:
         return True
     whole = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-    fits = 1 <= attn_mask.dim() <= 4 and all(
+    fits = 2 <= attn_mask.dim() <= 4 and all(
         size in (1, full) for size, full in zip(attn_mask.shape[::-1], whole[::-1])
     )
-    return fits and not is_causal and (attn_mask.dtype == torch.bool or attn_mask.is_floating_point())
+    return fits and not is_causal and attn_mask.dtype in (torch.bool, torch.float32, query.dtype)

@@ -438,7 +438,9 @@ class _ModifiedTwiceRefused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise UnsupportedProblem(
-            "double backward: strobe has no second derivative of score_mod; differentiate torch's FlexAttention instead"
+            "double backward: strobe has no second derivative of functions, masks of numbers or dropout; differentiate "
+            "torch's FlexAttention instead, and scaled_dot_product_attention after sdpa.enable(masks=False), or within "
+            "sdpa_kernel(SDPBackend.MATH)"
         )
 
 
