@@ -97,7 +97,7 @@ def attend(
 
 
 def _run(call: Call, query: Tensor) -> Tensor:
-    """The result [B, H, S_q, D_v]. It lies as torch's does, for calls of `view`: as query, and contiguous if values have
+    """The result [B, H, S_q, D_v]. It lies as torch's, for calls of `view`: as query, contiguous if values have
     another width.
     """
     width = call.v.shape[-1]
