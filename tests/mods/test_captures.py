@@ -182,6 +182,10 @@ def _weighted(helper, score, b, h, q_idx, kv_idx):
     return helper.score(score, b, h, q_idx, kv_idx)
 
 
+def _of_class(helper):
+    return helper.of_class()
+
+
 def _hooked(place):
     layer = Layer()
     if place == "before":
@@ -220,6 +224,10 @@ METHODS = {
     ),
     "an attribute that an object hides": (
         lambda s, b, h, q, k: s + SHADOWED.of_class() * k,
+        lambda value: setattr(Helper, "shared", value),
+    ),
+    "a class method by a function": (
+        lambda s, b, h, q, k: s + _of_class(HELPER) * k,
         lambda value: setattr(Helper, "shared", value),
     ),
     "a static method": (lambda s, b, h, q, k: s + HELPER.of_none() * k, put_weight),

@@ -97,9 +97,7 @@ def attend(
 
 
 def _run(call: Call, query: Tensor) -> Tensor:
-    """The result [B, H, S_q, D_v]. It lies as torch's, for calls of `view`: as query, contiguous if values have
-    another width.
-    """
+    """The result [B, H, S_q, D_v]. It lies as torch's does, for `view`: as query, or contiguous if D_v is another."""
     width = call.v.shape[-1]
     out = torch.empty_like(query) if width == query.shape[-1] else query.new_empty((*query.shape[:3], width))
     if out.transpose(1, 2).is_contiguous():  # as kernels allocate it

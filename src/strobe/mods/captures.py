@@ -140,7 +140,7 @@ class _Walk:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if OVERRIDDEN in path:
+            if OVERRIDDEN in path or isinstance(value, Enum):  # code may compare an enumeration's number by `is`
                 return type(value), repr(value)
             self.numbers.append((path, value))
             return type(value)
@@ -250,7 +250,7 @@ def parts_of(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
     elif isinstance(value, ModuleType):
         yield from ((name, vars(value)[name], names) for name in names if name in vars(value))
     elif isinstance(value, type):
-        yield from ((label, undescribed(one), names) for label, one in definitions(value, names).items())
+        yield from ((label, undescribed(one), names) for label, one in definitions(value, names)[0].items())
     elif isinstance(value, MethodType):
         inner = _names_of(value.__func__, names)
         yield "self", value.__self__, tuple([name for name in inner if name != CALL])
@@ -269,7 +269,7 @@ def parts_of(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
 
 
 def _names_of(function: Any, names: Names) -> Names:
-    return reads(function.__code__) if isinstance(function, FunctionType) else names
+    return reads(function) if isinstance(function, FunctionType) else names
 
 
 def key_name(key: object) -> str:
@@ -278,28 +278,29 @@ def key_name(key: object) -> str:
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any, Names]]:
-    names = reads(function.__code__)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        if is_filled(cell) and name != "__class__":  # which super() reads
-            yield name, cell.cell_contents, names
-    for n, default in enumerate(function.__defaults__ or ()):
-        yield f"default{n}", default, names
-    yield from ((name, one, names) for name, one in (function.__kwdefaults__ or {}).items())
-    for name in names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name], names
-        elif name in function.__dict__:
-            yield name, function.__dict__[name], names
+    code, scope, own = function.__code__, function.__globals__, function.__dict__
+    found = [
+        (name, cell.cell_contents)
+        for name, cell in zip(code.co_freevars, function.__closure__ or ())
+        if is_filled(cell) and name != "__class__"  # which super() reads
+    ]
+    found += [(f"default{n}", default) for n, default in enumerate(function.__defaults__ or ())]
+    found += (function.__kwdefaults__ or {}).items()
+    for name in names_in(code):
+        if name in scope:
+            found.append((name, scope[name]))
+        elif name in own:
+            found.append((name, own[name]))
+    has_objects = any([not (_is_simple(one) or (is_opaque(one) and not has_named_parts(one))) for _, one in found])
+    names = reads(function) if has_objects else ()
+    yield from ((name, one, names) for name, one in found)
 
 
 def _parts_of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
     """Of a callable object the attributes that its methods or `names` name, of a record all; and the methods."""
     kind = type(value)
-    found = definitions(kind, (*names, *_operators(kind, names)))
-    own = dict.fromkeys(name for code in _codes(kind) for name in names_in(code)) | dict.fromkeys(names)
-    for one in map(undescribed, found.values()):
-        if isinstance(one, FunctionType):
-            own |= dict.fromkeys(names_in(one.__code__))
+    found, named = definitions(kind, (*names, *_operators(kind, names)))
+    own = dict.fromkeys(name for code in _codes(kind) for name in names_in(code)) | named
     is_called, readers, held = callable(value), tuple(own), attributes(value)
     for name, one in held.items():
         if not is_called or name in own or (name in _OF_LAYERS and one):
@@ -313,25 +314,25 @@ def _parts_of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names
 _OF_LAYERS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def definitions(kind: type, names: Sequence[str]) -> dict[str, Any]:
-    """Attributes of a user's class: those with these names, and with the names in the code of methods among them.
+def definitions(kind: type, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, None]]:
+    """Attributes of a user's class: those with these names, and with the names in the code of methods among them. And
+    all these names.
 
     An attribute of a base that a subclass overrides has the base's name in its own. Only super() reads it, from the
     class itself, so a number in it stays a constant.
     """
     found: dict[str, Any] = {}
-    waiting, met = deque(names), set(names)
-    bases = [(base.__qualname__, vars(base)) for base in layers(kind)]
-    while waiting and bases:
+    met, bases = dict.fromkeys(names), [(base.__qualname__, vars(base)) for base in layers(kind)]
+    waiting = deque(met if bases else ())
+    while waiting:
         name = waiting.popleft()
         for base, held in bases:
             if name in held and not isinstance(held[name], _SLOTS):
                 found[f"{name}{OVERRIDDEN}{base}" if name in found else name] = held[name]
-                function = undescribed(held[name])
-                further = names_in(function.__code__) if isinstance(function, FunctionType) else ()
-                waiting += [one for one in further if one not in met]
-                met.update(further)
-    return found
+                further = [one for one in _names_of(undescribed(held[name]), ()) if one not in met]
+                met.update(dict.fromkeys(further))
+                waiting += further
+    return found, met
 
 
 def _operators(kind: type, names: Names) -> Iterator[str]:
@@ -388,9 +389,21 @@ def names_in(code: CodeType) -> tuple[str, ...]:
     return tuple(found)
 
 
-def reads(code: CodeType) -> Names:
-    """The names in a function's code, which may call what it reads."""
-    return *names_in(code), CALL
+def reads(function: FunctionType) -> Names:
+    """The names in a function's code and in that of functions that it names, which may get what it reads."""
+    found: dict[str, None] = {}
+    waiting, met = [function], set()
+    while waiting:
+        one = waiting.pop()
+        if one.__code__ in met:
+            continue
+        met.add(one.__code__)
+        names = names_in(one.__code__)
+        found |= dict.fromkeys(names)
+        inner = [one.__globals__.get(name) for name in names]
+        inner += [cell.cell_contents for cell in one.__closure__ or () if is_filled(cell)]
+        waiting += [each for each in inner if isinstance(each, FunctionType) and not _is_library(each)]
+    return *found, CALL
 
 
 @functools.lru_cache(maxsize=256)

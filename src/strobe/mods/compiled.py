@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +19,11 @@ from ..errors import UnsupportedProblem
 from ..problem.torch_private import constant_while_compiling
 from .cache import TRACES
 from .captures import CALL, Names, attributes, captured, has_named_parts, identity_of, is_filled, is_opaque, parts_of
+from .program import BoundScore
 from .trace import MASK_INPUTS, SCORE_INPUTS
 
 _CHANGED = "a value that score_mod or a mask captures has changed while it was compiled"
 _PART, _ITEM, _STEP, _VALUE = "\x1c", "\x1d", "\x1e", "\x1f"
-
-
-class BoundScore(NamedTuple):
-    """The programs of a score and of its gradient, and the tensors and numbers of one call. Empty text: no program."""
-
-    text: str
-    gradient: str
-    tensors: tuple[Tensor, ...]
-    numbers: tuple[float, ...]
 
 
 def bind_compiled(function: Callable, gradient: bool, is_score: bool = True) -> BoundScore:

@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 FLOAT, INT, LONG, BOOL = "f", "i", "l", "b"
 RANK = {BOOL: 0, INT: 1, LONG: 2, FLOAT: 3}  # of type promotion
@@ -114,6 +115,15 @@ class Program(NamedTuple):
     def reads(self, name: str) -> bool:
         """Whether it reads this input, for example "score" or "diagonal"."""
         return any(node.op == "input" and node.value == name for node in self.nodes)
+
+
+class BoundScore(NamedTuple):
+    """The programs of a score and of its gradient, and the tensors and numbers of one call. Empty text: no program."""
+
+    text: str
+    gradient: str
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[float, ...]
 
 
 def kind_of(dtype: torch.dtype) -> str:

@@ -33,8 +33,8 @@ class Graph(NamedTuple):
     outputs: Sequence[Any]  # Nodes; other objects are what the function returned
 
 
-def record(function: Callable, examples: Sequence[Tensor]) -> Graph:
-    """The graph of function(*examples).
+def record(function: Callable, examples: Sequence[Tensor], made: Sequence[Tensor] = ()) -> Graph:
+    """The graph of function(*examples). made: tensors that are made meanwhile and count as captured ones.
 
     >>> import torch
     >>> graph = record(lambda x, y: x + 2 * y, [torch.empty((), device="meta")] * 2)
@@ -47,6 +47,9 @@ def record(function: Callable, examples: Sequence[Tensor]) -> Graph:
         recorder.add(Node(INPUT, None, (), {}, example), example)
     with recorder:
         found = function(*examples)
+    for node in recorder.nodes:
+        if any(node.value is one for one in made):
+            node.kind, node.target, node.args, node.kwargs = TENSOR, node.value, (), {}
     outputs = found if isinstance(found, (tuple, list)) else (found,)
     outputs = [recorder.node_of(one) if isinstance(one, Tensor) else one for one in outputs]
     return Graph(_needed(recorder.nodes, outputs), outputs)

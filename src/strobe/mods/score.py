@@ -14,8 +14,8 @@ from ..problem.mask import Mask
 from . import extents
 from .cache import TRACES
 from .captures import arity
-from .compiled import BoundScore, bind_compiled
-from .program import FLOAT, INT, Builder, Captured, Program, Scatter, kind_of
+from .compiled import bind_compiled
+from .program import FLOAT, INT, BoundScore, Builder, Captured, Program, Scatter, kind_of
 from .trace import SCORE_INPUTS
 from .triton_functions import TritonScore, checked_captures, is_triton_function
 

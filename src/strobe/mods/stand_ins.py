@@ -154,7 +154,7 @@ def _derived(kind: type, changed: Mapping[str, Any]) -> type:
             "read them from a closure",
             "",
         )
-    found = definitions(kind, tuple(changed))
+    found, _ = definitions(kind, tuple(changed))
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     if hasattr(kind, "__del__"):
         body["__del__"] = lambda self: None

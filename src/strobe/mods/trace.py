@@ -21,6 +21,8 @@ from .lowering import Captures, Lowering, Refused, lower, lower_gradient
 from .program import BOOL, FLOAT, INPUTS, Program
 from .record import record
 from .stand_ins import replaced
+from .symbols import Expression, Symbols, as_tensors
+from .symbols import __name__ as SYMBOLS
 
 SCORE_INPUTS = ("score", "b", "h", "q", "k")
 MASK_INPUTS = ("b", "h", "q", "k")
@@ -32,16 +34,25 @@ class Trace(NamedTuple):
 
     program: Program
     tensors: tuple[int, ...]  # the program's tensors, as positions among the captured ones
-    numbers: tuple[str, ...]  # paths of the numbers that the program reads when it runs
+    numbers: tuple[Expression, ...]  # those that the program reads when it runs
     gradient: Program | None = None  # of a score
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the numbers."""
+        return self.program.numbers
 
 
 class Source(NamedTuple):
-    """A function to trace: what it captures, and the paths of numbers that become kernel arguments."""
+    """A function to trace: what it captures, and the paths of numbers that become kernel arguments.
+
+    is_symbolic=False: the numbers are tensors without data from the start, and the program's numbers are those alone.
+    """
 
     function: Callable
     captured: Captured
     numbers: tuple[str, ...] = ()
+    is_symbolic: bool = True
 
     @property
     def name(self) -> str:
@@ -67,8 +78,10 @@ def trace(source: Source, inputs: Sequence[str], gradient: bool = False) -> Trac
             return found if _kind_of(found, is_score) is None else True
 
         with torch.no_grad(), mode:
-            graph = record(checked, _examples(inputs))
-        program = lower(graph, Captures(*stand_ins[:2]), inputs, FLOAT if is_score else BOOL)
+            graph = record(checked, _examples(inputs), stand_ins.symbols.tensors)
+        if stand_ins.symbols.is_read:
+            raise stand_ins.symbols.refuse()
+        program = lower(graph, stand_ins.captures, inputs, FLOAT if is_score else BOOL)
     wrong = _kind_of(returned[0], is_score)
     if wrong is not None:
         got, argument = f"{source.name}, which returns {wrong}", "score_mod" if is_score else "mask_mod"
@@ -76,8 +89,9 @@ def trace(source: Source, inputs: Sequence[str], gradient: bool = False) -> Trac
         raise InvalidProblem(argument, got, expected, _REMEDIES[is_score])
     derivative = None
     if gradient and is_score:
-        derivative = _gradient(source, inputs)
-    return _compact(program, derivative, source.numbers)
+        stand_ins = _stand_ins(source, stand_ins.symbols.expressions)
+        derivative = _gradient(source, inputs, stand_ins)
+    return _compact(program, derivative, stand_ins.symbols.expressions)
 
 
 _REMEDIES = {
@@ -95,9 +109,8 @@ def _kind_of(returned: Any, is_score: bool) -> str | None:
     return str(returned.dtype) if isinstance(returned, Tensor) else type(returned).__name__
 
 
-def _gradient(source: Source, inputs: Sequence[str]) -> Program:
+def _gradient(source: Source, inputs: Sequence[str], stand_ins: _StandIns) -> Program:
     """The gradient of the score and of captured tensors, by autograd on the function."""
-    stand_ins = _stand_ins(source)
     wanted = [
         one.requires_grad_() for one, real in zip(stand_ins.tensors, source.captured.tensors) if real.requires_grad
     ]
@@ -122,10 +135,9 @@ def _gradient(source: Source, inputs: Sequence[str]) -> Program:
     names = ("grad", *inputs)
     with _refusals(source, mode):
         with mode:
-            graph = record(joint, _examples(names))
-        return lower_gradient(
-            graph, Captures(*stand_ins[:2]), names, [n if one else None for n, one in enumerate(found)]
-        )
+            graph = record(joint, _examples(names), stand_ins.symbols.tensors)
+        loads = [n if one else None for n, one in enumerate(found)]
+        return lower_gradient(graph, stand_ins.captures, names, loads)
 
 
 # ---------------------------------------------------------------- stand-ins
@@ -133,20 +145,24 @@ def _gradient(source: Source, inputs: Sequence[str]) -> Program:
 
 class _StandIns(NamedTuple):
     tensors: tuple[Tensor, ...]
-    numbers: tuple[Tensor, ...]
-    replacements: dict[Any, Tensor]
+    symbols: Symbols
+    replacements: dict[Any, Any]
+
+    @property
+    def captures(self) -> Captures:
+        return Captures(self.tensors, self.symbols.tensors)
 
 
-def _stand_ins(source: Source) -> _StandIns:
-    """Meta tensors for the captured tensors and for the numbers that become arguments."""
+def _stand_ins(source: Source, known: Sequence[Expression] = ()) -> _StandIns:
+    """Meta tensors for the captured tensors, and Symbols for the numbers that become arguments. known: expressions of
+    an earlier trace, which keep their order.
+    """
     tensors = tuple(torch.empty(t.shape, dtype=_dtype(t.dtype), device="meta") for t in source.captured.tensors)
     values = dict(source.captured.numbers)
-    numbers = tuple(
-        torch.empty((), dtype=torch.float32 if isinstance(values[path], float) else torch.int32, device="meta")
-        for path in source.numbers
-    )
-    by_id: dict[Any, Tensor] = {id(real): one for real, one in zip(source.captured.tensors, tensors)}
-    return _StandIns(tensors, numbers, by_id | dict(zip(source.numbers, numbers)))
+    symbols = Symbols(values, known)
+    of_path = symbols.symbol if source.is_symbolic else lambda path: symbols.tensor(path, values[path])
+    by_id: dict[Any, Any] = {id(real): one for real, one in zip(source.captured.tensors, tensors)}
+    return _StandIns(tensors, symbols, by_id | {path: of_path(path) for path in source.numbers})
 
 
 def _dtype(dtype: torch.dtype) -> torch.dtype:
@@ -161,7 +177,7 @@ def _examples(names: Sequence[str]) -> list[Tensor]:
     return [torch.empty((), dtype=torch.float32 if floating(name) else torch.int32, device="meta") for name in names]
 
 
-def _compact(program: Program, derivative: Program | None, numbers: Sequence[str]) -> Trace:
+def _compact(program: Program, derivative: Program | None, numbers: Sequence[Expression]) -> Trace:
     """The programs with only the tensors and numbers that they use."""
     programs = [one for one in (program, derivative) if one is not None]
     used = lambda op: sorted({int(n.value or 0) for one in programs for n in one.nodes if n.op == op})
@@ -173,7 +189,8 @@ def _compact(program: Program, derivative: Program | None, numbers: Sequence[str
         at = lambda node: {"load": tensors, "number": scalars}.get(node.op)
         nodes = [n if (table := at(n)) is None else n._replace(value=table[int(n.value or 0)]) for n in one.nodes]
         scatters = tuple(scatter._replace(tensor=tensors[scatter.tensor]) for scatter in one.scatters)
-        captures = tuple(one.tensors[n] for n in kept), tuple(one.numbers[n] for n in kept_numbers)
+        kinds = program.numbers if derivative is None else derivative.numbers
+        captures = tuple(one.tensors[n] for n in kept), tuple(kinds[n] for n in kept_numbers)
         return Program(tuple(nodes), one.outputs, *captures, scatters)
 
     gradient = None if derivative is None else renumbered(derivative)
@@ -202,8 +219,9 @@ class _Recorder(TorchFunctionMode):
         if line:
             self.last = (name, line)
             self.lines[name.strip("_")] = line
+        args, kwargs = as_tensors(args), as_tensors(kwargs or {})
         if function is not Tensor.__getitem__:
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
         tensor, index = args
         with torch.no_grad():
             element = _index(tensor, index if isinstance(index, tuple) else (index,))
@@ -235,7 +253,8 @@ def _user_line() -> str:
     """ "file:line" of the innermost frame of the traced function; empty for a call that torch makes by itself."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "") != __name__:
-        if frame.f_globals.get("__name__", "").partition(".")[0] != "torch":
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] != "torch" and name != SYMBOLS:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

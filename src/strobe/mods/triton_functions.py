@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ..errors import InvalidProblem, UnsupportedProblem, wrong_type
 from .captures import captured
-from .compiled import BoundScore
-from .program import BOOL, FLOAT, INT, Builder, Captured, Node, Program, kind_of
+from .program import BOOL, FLOAT, INT, BoundScore, Builder, Captured, Node, Program, kind_of
 from .trace import MASK_INPUTS, SCORE_INPUTS, Source, Trace, trace
 
 Capture = Tensor | int | float
@@ -213,10 +212,10 @@ def _traced(reference: Callable, inputs: tuple[str, ...], captures: Sequence[Cap
             "reference", "a function that captures other tensors", "a function of its arguments alone",
             "pass the tensors in captures=",
         )  # fmt: skip
-    source = Source(function, now, tuple(path for path, _ in now.numbers if path in at))
+    source = Source(function, now, tuple(path for path, _ in now.numbers if path in at), is_symbolic=False)
     found: Trace = trace(source, inputs, gradient)
     at_tensor = [next(n for n, one in enumerate(tensors) if one is now.tensors[place]) for place in found.tensors]
-    places = {"load": at_tensor, "number": [at[path] for path in found.numbers]}
+    places = {"load": at_tensor, "number": [at[str(path)] for path in found.numbers]}
     program = found.gradient if gradient and found.gradient else found.program
     nodes = tuple([n._replace(value=places[n.op][n.index]) if n.op in places else n for n in program.nodes])
     scatters = tuple([one._replace(tensor=at_tensor[one.tensor]) for one in program.scatters])
