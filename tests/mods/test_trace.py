@@ -265,6 +265,62 @@ def test_vectors_made_within_a_function_have_all_their_elements():
     assert torch.allclose(found, strobe.attention(q, q, q, scale=3 * 8**-0.5), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+@pytest.mark.parametrize(
+    "of",
+    (
+        lambda a, b: a + b,
+        lambda a, b: a - b,
+        lambda a, b: a * b,
+        lambda a, b: a * 3 - 200,
+        lambda a, b: -a,
+        lambda a, b: ~a,
+        lambda a, b: (a - b).abs(),
+        lambda a, b: a << 3,
+        lambda a, b: a // (b | 1),
+        lambda a, b: (a + b) // 2 + (a > b),
+        lambda a, b: a**2,
+        lambda a, b: torch.minimum(a + b, b),
+        lambda a, b: a.int() - b,
+        lambda a, b: (a.int() * 3).to(a.dtype),
+        lambda a, b: a / 4 - b,
+        lambda a, b: a < b,
+        lambda a, b: a == 3,
+    ),
+)
+def test_narrow_integers_wrap_around_as_in_torch(of, dtype):
+    info, n = torch.iinfo(dtype), 48
+    rows = torch.linspace(info.min, info.max, n, dtype=torch.float64).to(dtype)
+    keys = rows.flip(0) + torch.tensor(1, dtype=dtype)
+    at = torch.arange(n)
+    wanted = of(rows[:, None].expand(n, n), keys.expand(n, n)).double()
+    found, _ = _bind(lambda s, b, h, q, k: s * 0 + of(rows[q], keys[k]))
+    inputs = {"score": torch.zeros(()), "q": at[:, None], "k": at}
+    (values,) = evaluate(found.trace.program, inputs, (found.tensors, found.numbers), torch.float64)
+    assert torch.equal(values.expand(n, n), wanted)
+
+
+def test_a_number_beside_narrow_integers_wraps_around_as_in_torch():
+    table = torch.arange(250, 256).to(torch.uint8)
+    at = torch.arange(6)
+    for n in (3, 5, 7, 260):
+        make = lambda n: lambda s, b, h, q, k: s * 0 + (table[q] + n) + (n - table[k]) + (table[q] < n)
+        found, _ = _bind(make(n))
+        inputs = {"score": torch.zeros(()), "q": at[:, None], "k": at}
+        (values,) = evaluate(found.trace.program, inputs, (found.tensors, found.numbers), torch.float64)
+        rows = table[:, None]
+        assert torch.equal(values, (rows + n).double() + (n - table).double() + (rows.int() < n).double())
+
+
+def test_narrow_integers_are_indices():
+    table, index = torch.arange(300.0), torch.tensor([0, 3, 200], dtype=torch.uint8)
+    found, _ = _bind(lambda s, b, h, q, k: s + table[index[q]])
+    (values,) = evaluate(
+        found.trace.program, {"score": torch.zeros(()), "q": torch.arange(3)}, (found.tensors, found.numbers)
+    )
+    assert values.tolist() == [0.0, 3.0, 200.0]
+
+
 def test_texts_are_canonical():
     program = ScoreMod(lambda s, b, h, q, k: s + 0.5).bind(True)
     assert Program.parse(program.text).text == program.text

@@ -17,6 +17,7 @@ from torch import Tensor
 from .program import BOOL, FLOAT, INT, Builder, Captured, Program, Scatter, is_int32, kind_of
 from .record import INPUT, TENSOR, Graph, Node
 from .rules import RULES, SAME, Number, Refused
+from .symbols import NARROW
 
 MOST_LANES = 256  # elements of a vector
 
@@ -131,15 +132,28 @@ class Lowering:
         given = {key: self._argument(value) for key, value in node.kwargs.items()}
         widest = next((a for a in arguments if isinstance(a, Lanes)), None)
         sizes = tuple(node.value.shape)
+        written = lambda one: self._narrowed(rule(self.p, kind, one, given), name, node.value.dtype)
         if widest is None:
-            found = rule(self.p, kind, arguments, given)
+            found = written(arguments)
             if node.value.numel() > MOST_LANES:
                 raise Refused(f"makes a tensor of {node.value.numel()} elements", name)
             return Lanes((found,) * node.value.numel(), sizes) if sizes else found
         spread = [self._spread(a, sizes) if isinstance(a, Lanes) else a for a in arguments]
         count = len(next(a for a in spread if isinstance(a, Lanes)).nodes)
         each = [[a.nodes[n] if isinstance(a, Lanes) else a for a in spread] for n in range(count)]
-        return Lanes(tuple(rule(self.p, kind, one, given) for one in each), sizes)
+        return Lanes(tuple(map(written, each)), sizes)
+
+    def _narrowed(self, found: int, name: str, dtype: torch.dtype) -> int:
+        """A result in fewer than 32 bits, which wraps around as torch's does."""
+        if dtype not in NARROW or name in _IN_RANGE:
+            return found
+        low, most = NARROW[dtype]
+        value = self.p.value(found)
+        if value is not None:
+            return self.p.const((int(value) - low & most) + low, INT)
+        shifted = self.p.binary("sub", found, self.p.const(low), INT)
+        rest = self.p.binary("and", shifted, self.p.const(most), INT)
+        return self.p.binary("add", rest, self.p.const(low), INT)
 
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, Node):
@@ -226,6 +240,11 @@ def _name(node: Node) -> str:
     return name if name.startswith("__") else name.removesuffix("_")
 
 
+# operations whose result is in the range of their arguments
+_IN_RANGE = (
+    *SAME, "minimum", "maximum", "clamp", "remainder", "fmod", "sign", "sgn", "bitwise_and", "bitwise_or",
+    "bitwise_xor", "__and__", "__or__", "__xor__", "bitwise_right_shift", "__rshift__",
+)  # fmt: skip
 _REDUCTIONS = {"sum": "add", "any": "or", "all": "and", "amax": "max", "amin": "min", "prod": "mul"}
 _SHAPES = (
     "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t",

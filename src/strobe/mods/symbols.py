@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .program import FLOAT, INT, is_int32
+from .program import COMPARISONS, FLOAT, INT, is_int32
 from .rules import Refused
 
 
@@ -89,13 +89,28 @@ def _value(expression: Expression, values: Mapping[str, int | float]) -> Any:
     return _OPERATORS[name](*[_value(one, values) for one in arguments])
 
 
-def as_tensors(argument: Any) -> Any:
-    """The argument of an operation with tensors in place of Symbols."""
+# the least value and the bits of integers that are narrower than positions
+NARROW = {torch.uint8: (0, 255), torch.int8: (-128, 255), torch.int16: (-(2**15), 2**16 - 1)}
+
+
+def as_tensors(argument: Any, dtype: torch.dtype | None = None) -> Any:
+    """The argument of an operation with tensors in place of Symbols. dtype: of integers."""
     if type(argument) is Symbol:
-        return argument._tensor()
+        found = argument._tensor()
+        return found if dtype is None or found.is_floating_point() else found.to(dtype)
     if type(argument) in (tuple, list):
-        return type(argument)(map(as_tensors, argument))
-    return {name: as_tensors(one) for name, one in argument.items()} if type(argument) is dict else argument
+        return type(argument)([as_tensors(one, dtype) for one in argument])
+    return {name: as_tensors(one, dtype) for name, one in argument.items()} if type(argument) is dict else argument
+
+
+def as_tensors_of(function: Callable, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a function of torch with tensors in place of Symbols. Like a Python number, an integer takes the
+    dtype of narrower tensors, but for a comparison.
+    """
+    dtypes = {one.dtype for one in args if isinstance(one, Tensor)}
+    is_compared = getattr(function, "__name__", "").strip("_") in COMPARISONS
+    dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= NARROW.keys() and not is_compared else None
+    return as_tensors(args, dtype), as_tensors(kwargs, dtype)
 
 
 class Symbol:
@@ -123,7 +138,6 @@ class Symbol:
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor")
 _UNARY = ("neg", "pos", "abs", "invert")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _READS = (
     "bool", "int", "float", "complex", "index", "hash", "str", "repr", "format", "round", "trunc", "floor", "ceil",
     "divmod", "rdivmod",
@@ -134,7 +148,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {name: getattr(operator, f"__{name}_
 def _applied(name: str, *arguments: Any) -> Any:
     """A Symbol, or a tensor if one argument is a tensor."""
     if any(isinstance(one, Tensor) for one in arguments):
-        return _OPERATORS[name](*as_tensors(arguments))
+        return _OPERATORS[name](*as_tensors_of(_OPERATORS[name], arguments, {})[0])
     symbols = next(one._symbols for one in arguments if type(one) is Symbol)
     values = [one._value if type(one) is Symbol else one for one in arguments]
     if not all(isinstance(one, (int, float)) for one in values):
@@ -169,7 +183,7 @@ for _name in _UNARY:
 for _name in _BINARY:
     setattr(Symbol, f"__{_name}__", _forward(_name))
     setattr(Symbol, f"__r{_name}__", _reflected(_name))
-for _name in _COMPARISONS:
+for _name in COMPARISONS:
     setattr(Symbol, f"__{_name}__", _compared(_name))
 for _name in _READS:
     setattr(Symbol, f"__{_name}__", _read)

@@ -21,7 +21,7 @@ from .lowering import Captures, Lowering, Refused, lower, lower_gradient
 from .program import BOOL, FLOAT, INPUTS, Program
 from .record import record
 from .stand_ins import replaced
-from .symbols import Expression, Symbols, as_tensors
+from .symbols import NARROW, Expression, Symbols, as_tensors_of
 from .symbols import __name__ as SYMBOLS
 
 SCORE_INPUTS = ("score", "b", "h", "q", "k")
@@ -169,7 +169,7 @@ def _dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype as which a captured tensor is traced: the one its elements have when they are loaded."""
     if dtype.is_floating_point:
         return torch.float32
-    return dtype if dtype in (torch.bool, torch.int64) else torch.int32
+    return dtype if dtype in (torch.bool, torch.int64, *NARROW) else torch.int32
 
 
 def _examples(names: Sequence[str]) -> list[Tensor]:
@@ -219,7 +219,7 @@ class _Recorder(TorchFunctionMode):
         if line:
             self.last = (name, line)
             self.lines[name.strip("_")] = line
-        args, kwargs = as_tensors(args), as_tensors(kwargs or {})
+        args, kwargs = as_tensors_of(function, args, kwargs or {})
         if function is not Tensor.__getitem__:
             return function(*args, **kwargs)
         tensor, index = args
@@ -246,6 +246,8 @@ def _index(tensor: Tensor, index: tuple) -> Tensor:
         elif not isinstance(one, Tensor) and one != slice(None):
             raise Refused(f"indexes a tensor by {one!r}; integers, positions and ':' work", "getitem")
     kept = [one for one in index if isinstance(one, Tensor) or one == slice(None)]
+    # aten takes int8 for no index, and uint8 for a mask
+    kept = [one.int() if isinstance(one, Tensor) and one.dtype in NARROW else one for one in kept]
     return torch.ops.aten.index(tensor, [one if isinstance(one, Tensor) else None for one in kept])
 
 
