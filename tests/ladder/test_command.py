@@ -119,11 +119,11 @@ def test_the_command_shows_a_table(capsys):
 
 
 def test_the_command_writes_json_lines(capsys):
-    assert main(["k3_1", "--seqlen", "70", "--no-causal", "--set", "block_n=16", "--device", "cpu", "--json"]) == 0
+    assert main(["k3_1", "--seqlen", "70", "--no-causal", "--set", "block_n=32", "--device", "cpu", "--json"]) == 0
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert (
         row["rung"] == "k3_1"
-        and row["options"] == {"block_n": 16}
+        and row["options"] == {"block_n": 32}
         and row["where"] == "simulator"
         and row["error"] is None
     )

@@ -229,8 +229,8 @@ CPU = (
     Mutant(
         "sink in the numerator",
         f"{FORWARD}:_block",
-        "q.new_zeros(n, rows, keys.tensors[1].shape[-1])",
-        "q.new_full((n, rows, keys.tensors[1].shape[-1]), float(sinks is not None))",
+        "q.new_zeros(n, rows, width + -width % config.columns)",
+        "q.new_full((n, rows, width + -width % config.columns), float(sinks is not None))",
         judged("sinks"),
     ),
     Mutant(
