@@ -5,17 +5,7 @@ import torch
 
 from strobe.kernels.device.dialect import gl, gluon
 
-SIZE = gl.constexpr(128)
-
-
-@gluon.jit
-def index():
-    return gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [4], [0]))
-
-
-@gluon.jit
-def ptx(instruction: gl.constexpr):
-    gl.inline_asm_elementwise(instruction + "; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+from .test_verdicts_grid import SIZE, index, ptx
 
 
 @gluon.jit

@@ -90,7 +90,7 @@ def _split(scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 def _beside(scale: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
     """The scale [B, H_kv] in the shape of x [B, S, H, D] or [T, H, D], whose heads are a multiple of H_kv. Rows of no
-    sequence have an arbitrary one, and 1 if there are no sequences.
+    sequence get an arbitrary scale: 1 if there are no sequences.
     """
     if offsets is not None and len(scale) == 0:
         return scale.new_ones(1, 1, 1)

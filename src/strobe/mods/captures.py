@@ -31,7 +31,8 @@ from torch import Tensor
 
 Names = tuple[str, ...]  # of globals and attributes in code that may read a value
 CALL = "__call__"  # among Names: the value may be called
-OVERRIDDEN, HIDDEN = " of ", " in the class"  # in a path: of a base, and of a class whose object has another
+# marks in a path: an attribute of a base that a subclass overrides, and one of a class that the object hides
+OVERRIDDEN, HIDDEN = " of ", " in the class"
 
 
 class Captured(NamedTuple):
@@ -339,7 +340,7 @@ def _operators(kind: type, names: Names) -> Iterator[str]:
     """The names of methods that no code names: operators, and what a call of the object runs."""
     for base in layers(kind):
         for name, one in vars(base).items():
-            is_operator = name.startswith("__") and name.endswith("__") and name not in _LIFE
+            is_operator = name.startswith("__") and name.endswith("__") and name not in _NO_OPERATORS
             if is_operator and name != CALL and isinstance(one, FunctionType):
                 yield name
     if CALL in names and issubclass(kind, torch.nn.Module):
@@ -347,7 +348,7 @@ def _operators(kind: type, names: Names) -> Iterator[str]:
 
 
 _SLOTS = (MemberDescriptorType, GetSetDescriptorType)
-_LIFE = frozenset(
+_NO_OPERATORS = frozenset(
     (
         "__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__set_name__", "__repr__", "__str__",
         "__hash__", "__eq__", "__ne__", "__setattr__", "__delattr__", "__dir__", "__sizeof__", "__reduce__",

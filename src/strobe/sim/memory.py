@@ -43,13 +43,16 @@ class Actor:
     adds: bool = False  # floating-point atomic adds: their order decides the last bits of the sum
     # of a store: whether these granules already hold what it writes
     repeats: Callable[[Granules], bool] | None = None
-    reach: frozenset[int] | None = None  # of an atomic: the CTAs within its scope, by index; None: all
+    scope: frozenset[int] | None = None  # of an atomic: indices of the CTAs within its scope; None: all
 
     def reaches(self, other: Actor) -> bool:
         """Whether both are atomics, and the other one's CTA is within this one's scope."""
-        if not (self.atomic and other.atomic):
-            return False
-        return self.reach is None or int(other.agent.rpartition(" ")[2].partition("/")[0]) in self.reach
+        return self.atomic and other.atomic and (self.scope is None or other.cta in self.scope)
+
+    @property
+    def cta(self) -> int:
+        """The index of its CTA: agents are named "0/main", and streams "TMA store of 0/main"."""
+        return int(self.agent.rpartition(" ")[2].partition("/")[0])
 
     @property
     def atomic(self) -> bool:

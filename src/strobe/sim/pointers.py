@@ -14,7 +14,7 @@ from .layouts import Layouts
 from .machine import Machine
 from .memory import Actor, Granules, Memory
 from .report import place_text
-from .scopes import reach
+from .scopes import ctas_in_scope
 from .storages import adopt, empty_storage
 from .threads import check_read_back, clashing, threads_of
 from .values import (
@@ -159,12 +159,12 @@ class Pointers:
     ) -> None:
         """Record an access. `bits` are what a store writes, one for each address. `order` is that of an atomic."""
         machine, p = self.machine, self.machine.current
-        within = reach(p.cta, order) if order else None
+        scope = ctas_in_scope(p.cta, order) if order else None
         for found in parts:
             offsets, place = found.active, machine.place()
             mask = found.memory.mask_at(offsets, found.size)
             repeats = None if bits is None else partial(_repeats, found, bits)
-            actor = Actor(p.agent, p.clock, p.vector_clock, proxy, what, place, adds, repeats, within)
+            actor = Actor(p.agent, p.clock, p.vector_clock, proxy, what, place, adds, repeats, scope)
             machine.access(found.memory, mask, write, actor)
             if adds and machine.checks.atomic_order and len(np.unique(offsets)) < offsets.size:
                 machine.report(

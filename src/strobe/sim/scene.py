@@ -195,7 +195,7 @@ class Scene:
         if target is None:
             raise SceneError(
                 f"{self.path.name} has no {self.function}; it has "
-                f"{', '.join(sorted(n for n in vars(module) if n[0] != '_'))}"
+                f"{', '.join(_launchable(module)) or 'no kernel and no function'}"
             )
         positional, named = self.arguments()
         self._check(target, positional, named)
@@ -214,6 +214,17 @@ class Scene:
                 f"{self.path.name}::{self.function} takes {signature}; got "
                 f"{' '.join(self.texts) or 'no arguments'}: {error}"
             ) from error
+
+
+def _launchable(module: ModuleType) -> list[str]:
+    """The names of the kernels and functions that a file defines."""
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if name[0] != "_"
+        and getattr(value, "__module__", "") == module.__name__
+        and (hasattr(value, "arg_names") or inspect.isfunction(value))
+    )
 
 
 def tensors(value: Any) -> Iterator[Any]:

@@ -31,7 +31,7 @@ def scope_of(order: str) -> tuple[str, str]:
     return semantics, scope or "gpu"
 
 
-def reach(cta: Cta, order: str) -> frozenset[int] | None:
+def ctas_in_scope(cta: Cta, order: str) -> frozenset[int] | None:
     """The CTAs within an operation's scope, by index. None is all of them."""
     level = _LEVELS[scope_of(order)[1]]
     if level == GPU:

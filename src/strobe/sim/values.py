@@ -74,8 +74,8 @@ def _odd(array: np.ndarray) -> np.ndarray:
 
 
 def saturated(x: np.ndarray, kind: np.dtype, is_wide: bool) -> np.ndarray:
-    """Whole float64 numbers as integers, saturated. NaN gives 0, or the middle of the range if `is_wide`: where source
-    or target has 64 bits (PTX ISA, cvt).
+    """Whole float64 numbers as integers, saturated. NaN gives 0. If `is_wide`, where source or target has 64 bits, it
+    gives the integer whose highest bit alone is set (PTX ISA, cvt).
 
     >>> saturated(np.array([300.0, np.nan]), np.dtype(np.int8), False)
     array([127,   0], dtype=int8)
