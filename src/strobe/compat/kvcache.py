@@ -297,6 +297,10 @@ def _check_indices(cache: Cache) -> None:
             raise wrong_type(name, given, "an int32 tensor [B] or None", remedy)
         if given.dtype != torch.int32 or given.dim() != 1:
             raise InvalidProblem(name, f"{given.dtype} {list(given.shape)}", "torch.int32 [B]", remedy)
+    table, index = cache.page_table, cache.batch_idx
+    if index is not None and len(index) > 0 and isinstance(table, Tensor) and len(table) == 0:
+        remedy = "give the table that has the rows which cache_batch_idx names"
+        raise InvalidProblem(cache.pages, f"{list(table.shape)}", "one row or more", remedy)
 
 
 def _check_new(cache: Cache, batch: int) -> None:
