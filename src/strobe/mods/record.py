@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..problem.torch_private import TorchDispatchMode
+from ..problem.torch_private import RecordingMode
 from .rules import Refused
 
 INPUT, TENSOR, CALL = "input", "tensor", "call"
@@ -55,7 +56,7 @@ def record(function: Callable, examples: Sequence[Tensor], made: Sequence[Tensor
     return Graph(_needed(recorder.nodes, outputs), outputs)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(RecordingMode):
     def __init__(self) -> None:
         super().__init__()
         self.nodes: list[Node] = []
@@ -65,7 +66,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given, named = self._as_nodes(args), {name: self._as_nodes(one) for name, one in kwargs.items()}
-        result = function(*args, **kwargs)
+        result = _result(function, args, kwargs)
         if function._schema.is_mutable:
             self._mark_stale(function, result)
         node = Node(CALL, function, given, named, result)
@@ -107,6 +108,66 @@ class _Recorder(TorchDispatchMode):
             known = Node(TENSOR, tensor, (), {}, tensor)
             self.add(known, tensor)
         return known
+
+
+def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation on meta tensors.
+
+    On meta tensors torch runs most operations in Python, and the first one imports Dynamo and sympy, which takes
+    seconds. So operations on small tensors run on ones on the CPU, for the result's dtype and shape.
+    """
+    is_index = function is torch.ops.aten.index.Tensor
+    found = _indexed(*args) if is_index else _on_ones(function, args, kwargs)
+    return function(*args, **kwargs) if found is None else found
+
+
+def _on_ones(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    if not _is_small(function, [*args, *kwargs.values()]):
+        return None
+    try:
+        found = function(*map(_ones, args), **{name: _ones(one) for name, one in kwargs.items()})
+    except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError):
+        return None  # the same operation on meta tensors raises the error
+    if not isinstance(found, Tensor):
+        return None
+    return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta")
+
+
+# operations whose shapes or effects depend on values
+_ON_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
+_MOST_ELEMENTS = 4096
+
+
+def _is_small(function: Any, given: Sequence[Any]) -> bool:
+    """Whether a call makes a new tensor from small meta tensors, with a shape that does not depend on their values."""
+    schema, tensors = function._schema, [one for one in given if isinstance(one, Tensor)]
+    if schema.is_mutable or any(one.alias_info is not None for one in schema.returns):
+        return False
+    if any(isinstance(one, torch.device) or _holds_tensors(one) for one in given):
+        return False
+    is_small = all(one.numel() <= _MOST_ELEMENTS for one in tensors)
+    return is_small and any(one.is_meta for one in tensors) and _ON_VALUES.isdisjoint(function.tags)
+
+
+def _holds_tensors(argument: Any) -> bool:
+    return isinstance(argument, (tuple, list)) and any(isinstance(one, Tensor) for one in argument)
+
+
+def _ones(argument: Any) -> Any:
+    is_meta = isinstance(argument, Tensor) and argument.is_meta
+    return torch.ones(argument.shape, dtype=argument.dtype, device="cpu") if is_meta else argument
+
+
+def _indexed(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
+    """tensor[indices], for integers that index the first dimensions."""
+    for one in indices:
+        if one is None or one.dtype not in (torch.int32, torch.int64):
+            return None
+    if not tensor.is_meta or len(indices) > tensor.dim() or 0 in tensor.shape:
+        return None
+    scalar = torch.ones((), device="cpu")
+    shape = torch.broadcast_tensors(*[scalar.expand(one.shape) for one in indices if one is not None])[0].shape
+    return torch.empty((*shape, *tensor.shape[len(indices) :]), dtype=tensor.dtype, device="meta")
 
 
 def _needed(nodes: list[Node], outputs: Sequence[Any]) -> list[Node]:

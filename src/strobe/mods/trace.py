@@ -124,11 +124,13 @@ def _gradient(source: Source, inputs: Sequence[str], stand_ins: _StandIns) -> Pr
         with torch.enable_grad():
             score = score.detach().requires_grad_()
             out = function(score, *positions)
+            total = out.sum() if isinstance(out, Tensor) else None
         leaves = [score, *(leaf for _, leaf in mode.loads), *wanted]
-        if isinstance(out, Tensor) and out.requires_grad:
-            gradients = torch.autograd.grad(out, leaves, grad.to(out.dtype).expand(out.shape), allow_unused=True)
-        else:
-            gradients = (None,) * len(leaves)
+        gradients: Sequence[Tensor | None] = (None,) * len(leaves)
+        if isinstance(out, Tensor) and total is not None and out.requires_grad:
+            # the hook gives grad to out: autograd.grad with an argument for it imports sympy, which takes a second
+            out.register_hook(lambda _: grad.to(out.dtype).expand(out.shape))
+            gradients = torch.autograd.grad(total, leaves, allow_unused=True)
         found[:] = [one is not None for one in gradients[1:]]
         return [*gradients, *(raw for raw, _ in mode.loads), *wanted]
 

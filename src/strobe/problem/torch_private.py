@@ -42,6 +42,7 @@ extra. Results do not depend on the fallbacks. With all of them, host times of s
     _dynamo_marked_constant               takes a function's result as a          none: torch.compiler's own decorator
                                           constant of a graph                     imports Dynamo, which takes a second
     _python_dispatch.TorchDispatchMode    records functions of scores             none: every torch since 1.13 has it
+    TorchDispatchMode._should_skip_dynamo records without importing Dynamo        torch does not ask: Dynamo is imported
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 _PLAIN = torch.empty(0)  # made outside every mode and transform
@@ -78,6 +79,16 @@ def constant_while_compiling(function: T) -> T:
 
 
 # ---------------------------------------------------------------- modes
+
+
+class RecordingMode(TorchDispatchMode):
+    """A dispatch mode without the wrapper against torch.compile, whose first call imports Dynamo and sympy. Functions
+    are recorded outside compiled code.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class _Keys(Protocol):
