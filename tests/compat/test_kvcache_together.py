@@ -418,7 +418,7 @@ def test_indices_into_a_page_table_without_rows(packed):
     held, q = _held("pages 3", LENGTHS, "fa3", device="cpu"), _random(4, 1, HEADS, WIDTH)
     more = {"cu_seqlens_q": torch.arange(5, dtype=torch.int32), "max_seqlen_q": 1} if packed else {}
     arguments = held.arguments | {"page_table": held.arguments["page_table"][:0]}
-    with pytest.raises(strobe.InvalidProblem, match=r"^page_table: got \[0, \d+\], expected one row or more; .*"):
+    with pytest.raises(strobe.InvalidProblem, match=r"^page_table: got shape \[0, \d+\], expected one row or more; .*"):
         fa3.flash_attn_with_kvcache(
             q[:, 0] if packed else q, held.k, held.v, cache_seqlens=_ints(LENGTHS), cache_batch_idx=_ints([0] * 4),
             **arguments, **more,

@@ -300,7 +300,7 @@ def _check_indices(cache: Cache) -> None:
     table, index = cache.page_table, cache.batch_idx
     if index is not None and len(index) > 0 and isinstance(table, Tensor) and len(table) == 0:
         remedy = "give the table that has the rows which cache_batch_idx names"
-        raise InvalidProblem(cache.pages, f"{list(table.shape)}", "one row or more", remedy)
+        raise InvalidProblem(cache.pages, f"shape {list(table.shape)}", "one row or more", remedy)
 
 
 def _check_new(cache: Cache, batch: int) -> None:

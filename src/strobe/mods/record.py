@@ -122,6 +122,7 @@ def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_ones(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """A meta tensor like the result on ones. None if the operation is not small, fails or gives no tensor."""
     if not _is_small(function, [*args, *kwargs.values()]):
         return None
     try:

@@ -124,11 +124,11 @@ def _gradient(source: Source, inputs: Sequence[str], stand_ins: _StandIns) -> Pr
         with torch.enable_grad():
             score = score.detach().requires_grad_()
             out = function(score, *positions)
-            total = out.sum() if isinstance(out, Tensor) else None
+            total = out.sum() if isinstance(out, Tensor) and out.requires_grad else None
         leaves = [score, *(leaf for _, leaf in mode.loads), *wanted]
         gradients: Sequence[Tensor | None] = (None,) * len(leaves)
-        if isinstance(out, Tensor) and total is not None and out.requires_grad:
-            # the hook gives grad to out: autograd.grad with an argument for it imports sympy, which takes a second
+        if total is not None:
+            # a hook gives grad to out, since autograd.grad imports sympy if it gets grad as an argument
             out.register_hook(lambda _: grad.to(out.dtype).expand(out.shape))
             gradients = torch.autograd.grad(total, leaves, allow_unused=True)
         found[:] = [one is not None for one in gradients[1:]]
