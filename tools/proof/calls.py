@@ -313,7 +313,7 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "d128 rows, 16 tokens, batch invariant": lambda: _decode(128, tokens=16, batch_invariant=True),
     "d256 float8, pages of 16": lambda: _decode(256, 16, cache_dtype=FP8),
     "d128 pages of 16, a cluster": lambda: _decode(128, 16, keys=1024),
-    "d64 rows, 16 tokens, a cluster": lambda: _decode(64, tokens=16, keys=1024),
+    "d64 rows, 2 tokens, a cluster": lambda: _decode(64, tokens=2, keys=1024),
     "d192/128 a cluster, sinks": lambda: _decode(192, 16, keys=512, sinks=torch.zeros(32))._replace(
         v=torch.empty(32, 16, 8, 128, dtype=torch.bfloat16)
     ),
@@ -322,7 +322,7 @@ HOPPER_DECODES: dict[str, Callable[[], DecodeCall | PagedCall | AppendCall]] = {
     "d128 float8, a cluster": lambda: _decode(128, cache_dtype=FP8, keys=1024),
     "d128 pages of 16, score_mod": lambda: _alibi(_decode(128, 16)),
     "d128 float8, 4 tokens, softcap, score_mod": lambda: _alibi(_decode(128, 16, 4, cache_dtype=FP8, softcap=20.0)),
-    "d64 rows, 16 tokens, a cluster, mask_mod": lambda: _tree(_decode(64, tokens=16, keys=1024), 16),
+    "d64 rows, 2 tokens, a cluster, mask_mod": lambda: _tree(_decode(64, tokens=2, keys=1024), 2),
     "d256 pages of 16, score_mod": lambda: _alibi(_decode(256, 16)),
     "paged d128 one token, score_mod": lambda: _alibi(_paged(128, tokens=4, promised=1)),
     "paged d128 4 tokens, mask_mod": lambda: _tree(_paged(128, tokens=16, promised=4), 4),

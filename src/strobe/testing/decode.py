@@ -139,6 +139,7 @@ DECODES = {
         DecodeCase("dense_tokens_5", (300, 4, 0, 5, 70), tokens=5),
         DecodeCase("dense_tokens_16_group_8", (100, 16), tokens=16, heads=(16, 2), head_dim=32),
         DecodeCase("dense_tokens_40_group_3", (100, 41), tokens=40, heads=(6, 2)),
+        DecodeCase("dense_tokens_16_width_128", (200, 7), tokens=16, heads=(4, 1), head_dim=128),
         DecodeCase("dense_full", (70, 3), tokens=4, right=NO_BOUND),
         DecodeCase("dense_window", (300, 20, 2), tokens=3, left=17),
         DecodeCase("dense_window_both", (300, 20, 2), tokens=6, left=9, right=2),
@@ -172,6 +173,7 @@ DECODES = {
         ),
         _pages("pages_fp8", 16, lengths=(200, 3), heads=(8, 2), head_dim=32, fp8=True),
         _pages("pages_fp8_window_sinks", 4, lengths=(60, 3, 0), tokens=4, left=20, sinks=True, fp8=True),
+        _pages("pages_fp8_tokens_8_width_256", 16, lengths=(200, 9), tokens=8, heads=(4, 1), head_dim=256, fp8=True),
         _pages("pages_one_head", 16, lengths=(40, 9), heads=(1, 1), head_dim=64),
     )
 }

@@ -28,6 +28,12 @@ CASES = {
     "pages lost": _few("pages_lost", 3, 9, 2),
     "scale negative": _few("scale_negative", 5, 1),
     "partial": _few("partial", 8, 2, 1),
+    "64 rows, window": _few("window", 16, 2, 1, heads=(8, 2)),
+    "64 rows, window of both sides, softcap, sinks": _few(
+        "window_softcap_sinks", 12, 7, 16, heads=(8, 2), right=3, head_dim=128
+    ),
+    "64 rows, pages lost": _few("pages_lost", 3, 16, 2, heads=(8, 2)),
+    "64 rows, left padded": _few("rows_left_padded_window", 16, 3, heads=(4, 1)),
     "rows left padded": _few("rows_left_padded", 9, 2, 3),
     "rows left padded, window": _few("rows_left_padded_window", 7, 3),
     "8 bits": _few("fp8", 5, 1),

@@ -71,11 +71,12 @@ ON_HOPPER = [
     name for name in DECODES if name not in ("dense_odd_widths", "dense_odd_offset")
 ]  # whose rows are no whole 16 bytes
 EACH_COMMIT = (
-    "dense", "dense_tokens_5", "dense_tokens_40_group_3", "dense_window", "dense_window_right", "dense_softcap_sinks",
-    "dense_left_padded",
+    "dense", "dense_tokens_5", "dense_tokens_40_group_3", "dense_tokens_16_width_128", "dense_window",
+    "dense_window_right", "dense_softcap_sinks", "dense_left_padded",
     "dense_scale_negative", "dense_partial", "dense_nothing", "dense_no_room", "dense_fp8", "pages_of_1", "pages_of_13",
     "pages_of_64_heads_first", "dense_fp8_window", "pages_window", "pages_window_tokens_5",
-    "pages_window_softcap_sinks", "pages_lost", "pages_fp8", "pages_fp8_window_sinks", "pages_one_head",
+    "pages_window_softcap_sinks", "pages_lost", "pages_fp8", "pages_fp8_window_sinks",
+    "pages_fp8_tokens_8_width_256", "pages_one_head",
 )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def test_a_start_out_of_range(where, kernel, monkeypatch):
 
 
 IN_MEMORY = (
-    "dense_tokens_5",
+    "dense_gaps",
     "dense_softcap_sinks",
     "dense_window",
     "pages_of_13",
@@ -164,9 +165,8 @@ def test_splits_run_together_where_that_is_fast():
     assert chosen(1, 1024, width=256) == (8, 128)  # a program an SM: 16 would need 16 SMs that are wired together
     assert chosen(1, 1024, batch_invariant=True)[0] == 0
     assert chosen(1, 1024, target=replace(H200, sm_count=78))[0] == 8
-    # 64 rows: 48 KiB are given to any kernel, for more a launcher has to ask, and looks only at what Triton allocates
-    tall = {"heads": 1, "tokens": 16}
-    assert [chosen(1, 128, width=width, **tall)[0] for width in (16, 64)] == [0, 2]
+    # of more than 8 rows, global memory exchanges partial results faster
+    assert [chosen(1, 1024, tokens=tokens)[0] for tokens in (2, 3, 16)] == [16, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,18 @@ def test_no_report_and_as_good_as_the_oracle(n, name, shares, monkeypatch):
     assert bool(strobe.last_errors()) == bool(CASES[name].lost)
 
 
+@pytest.mark.parametrize("heads, runs", [((16, 2), "forward_kernel"), ((8, 2), "decode_kernel")])
+def test_rows_of_two_tiles_run_in_the_forward(heads, runs, monkeypatch):
+    """Unless the decode splits the keys: each of its tiles would read all of them."""
+    monkeypatch.setattr(decode_config, "splits", lambda capacity, *_: (1, capacity))
+    monkeypatch.setattr(decode_config, "cluster_size", lambda *_: 0)
+    call = replace(CASES["up to 16"], heads=heads).build("cpu", torch.bfloat16, seed=1, kernel="hopper")
+    with simulate("sm_90", *SCHEDULES[0], sms=3, check=False, checks=READ_FENCES) as run:
+        out, lse, _ = run_on(H200, call)
+    assert_paged_as_good_as((out, lse), call)
+    assert run.reports == [] and run.launches[-1] == runs
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["up to 16", "window", "pages of 13", "8 bits"])
 def test_under_every_schedule(name, monkeypatch):

@@ -32,6 +32,8 @@ class BlackwellDecodeConfig(DecodeConfig):
 
 @dataclass(frozen=True)
 class BlackwellDecodeTraits(DecodeTraits):
+    queries_as_rows = False
+
     @property
     def warps(self) -> int:
         return 4  # the fragments of mma.sync are those of wgmma for four warps, which share the rows

@@ -14,8 +14,8 @@ Synchronization                          it orders
 AHEAD is `stages` - 1, the number of tiles in flight. A tile is two groups of copies, one of K and one of V.
 
 Keys are the rows of both products: S^T = K Q^T [keys, queries] and O^T += V^T P^T [D_v, queries]. wgmma takes 64 rows
-and as few as 8 columns, so few queries waste nothing. Two programs share an SM; one computes while the other's copies
-are in flight.
+and as few as 8 columns, so few queries waste nothing. For tiles of 64 queries `decode_tall` has another mainloop. Two
+programs share an SM; one computes while the other's copies are in flight.
 
 The last program to finish a tile, known by a counter, combines the partial results of all splits by their log-sum-exp,
 in the order of the splits. The number of splits is counted from the sequence's length, so a short sequence in a large
@@ -63,7 +63,7 @@ from .decode_arguments import (
     TileRows,
 )
 from .decode_hooks import ScoreMods, modify_scores
-from .decode_layouts import allocate_operand, allocate_stages, product_layout
+from .decode_layouts import allocate_operand, allocate_stages, product_layout, query_layout
 from .decode_loads import (
     copy_tile,
     in_pool,
@@ -86,8 +86,8 @@ class DecodeState:
     """What a step of the mainloop hands the next."""
 
     pages: gl.tuple  # PrefetchedPages
-    softmax: gl.tuple  # SoftmaxState; row_sum is [keys, queries]: each thread sums its own keys
-    o: gl.tensor  # O^T [D_v, queries] float32
+    softmax: gl.tuple  # SoftmaxState; row_sum is [keys, queries]: each thread sums its own keys (`decode_tall`: sums)
+    o: gl.tensor  # O^T [D_v, queries] float32 (`decode_tall`: O)
     stage: gl.tensor
 
 
@@ -126,6 +126,16 @@ def apply_mask(s, is_key, n_start, rows, visible, traits: gl.constexpr):
 
 
 @gluon.jit
+def seen_by_all(keys, visible, traits: gl.constexpr):
+    """The KeyRange of a split that every query sees. visible: the KeyRange of each."""
+    if traits.masks_queries:
+        start = gl.maximum(keys.start, gl.max(visible.start, 0))
+        return KeyRange(start, gl.minimum(keys.stop, gl.min(visible.stop, 0)))
+    else:
+        return keys
+
+
+@gluon.jit
 def no_keys(traits: gl.constexpr):
     """SoftmaxState of queries that have seen no key."""
     layout: gl.constexpr = product_layout(traits.block_m, traits.warps)
@@ -160,17 +170,18 @@ def attend(smem, cache, pages, keys, queries, softmax, mods, errors, traits: gl.
     ScoreMods, or None.
     """
     visible = visible_to_queries(queries.tile, queries.num_keys, queries.window, traits)
+    whole = seen_by_all(keys, visible, traits)
     begin = keys.start // traits.block_n * traits.block_n
     rows = gl.arange(0, traits.block_n, gl.SliceLayout(1, product_layout(traits.block_m, traits.warps)))
     state = DecodeState(pages, no_keys(traits), zero_o(traits), begin * 0)
     for n_start in range(begin, keys.stop, traits.step):
-        state = mainloop_step(n_start, rows, state, smem, cache, keys, visible, softmax, mods, errors, traits)
+        state = mainloop_step(n_start, rows, state, smem, cache, keys, visible, whole, softmax, mods, errors, traits)
     cp_async_wait(0)  # the groups still in flight are empty; a kernel leaves none behind
     return state.o, SoftmaxState(state.softmax.row_max, gl.sum(state.softmax.row_sum, 0))
 
 
 @gluon.jit
-def mainloop_step(n_start, rows, state, smem, cache, keys, visible, softmax, mods, errors, traits: gl.constexpr):
+def mainloop_step(n_start, rows, state, smem, cache, keys, visible, whole, softmax, mods, errors, traits: gl.constexpr):
     """The tile of keys n_start + rows."""
     AHEAD: gl.constexpr = traits.stages - 1
     stage, table = state.stage, cache.table
@@ -195,7 +206,10 @@ def mainloop_step(n_start, rows, state, smem, cache, keys, visible, softmax, mod
         gl.atomic_or(errors + rows * 0, rows * 0 + PAGES, mask=is_key & (exists == 0), sem="relaxed")
         is_key = is_key & exists
         of_scores = page_ids(table, n_start + traits.step, rows, traits)
-    s = apply_mask(s, is_key, n_start, rows, visible, traits)
+    s = gl.where(is_key[:, None], s, float("-inf"))
+    if traits.masks_queries:
+        if (n_start < whole.start) | (n_start + traits.block_n > whole.stop):
+            s = apply_mask(s, is_key, n_start, rows, visible, traits)
     p, rescale, softmax_state = online_softmax(s, state.softmax, softmax.scale_log2, traits)
     # O^T = rescale O^T + V^T P^T
     o = state.o * rescale[None, :]
@@ -217,9 +231,8 @@ def normalize_split(o, state, v_scale):
 
 @gluon.jit
 def visible_to_queries(tile, num_keys, window, traits: gl.constexpr):
-    """The KeyRange that each query of TileRows sees, as the columns of S^T lie."""
-    layout: gl.constexpr = gl.SliceLayout(0, product_layout(traits.block_m, traits.warps))
-    token = (tile.block * traits.block_m + gl.arange(0, traits.block_m, layout)) // traits.group
+    """The KeyRange that each query of TileRows sees, as queries lie along the scores."""
+    token = (tile.block * traits.block_m + gl.arange(0, traits.block_m, query_layout(traits))) // traits.group
     return visible_keys(token, num_keys, tile.tokens, window, traits)
 
 

@@ -219,6 +219,14 @@ class DecodeSmem(NamedTuple):
     v: Any
 
 
+class TallSmem(NamedTuple):
+    """DecodeSmem of `decode_tall`, where P is in registers."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
 class DecodeOutputs(NamedTuple):
     """What finished rows are written to, and the sinks."""
 

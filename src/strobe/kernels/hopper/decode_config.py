@@ -36,6 +36,7 @@ MOST_SPLITS_PER_LOAD = 32
 MOST_CLUSTER, PORTABLE_CLUSTER = 16, 8  # programs per cluster: where 16 SMs form a GPC; on any Hopper GPU
 # shared memory: available without opt-in; upper limit of the compiler's reductions
 UNASKED, SCRATCH = 48 * KIB, 4 * KIB
+MOST_CLUSTER_ROWS = 8  # rows whose partial results a cluster exchanges faster than global memory
 # key tiles per program of a cluster, one program per SM; with more, twice as many programs are as fast (H200)
 BLOCKS_PER_PROGRAM = 4
 PROGRAMMATIC_LAUNCH = True  # programmatic dependent launch
@@ -98,6 +99,14 @@ class DecodeTraits(Constants, Traits, HookConstants):
         return 8 if has_both and self.fp8 and self.block_m == MOST_ROWS else 4
 
     @property
+    def queries_as_rows(self) -> bool:
+        """Whether queries are the rows of products (`decode_tall`), instead of keys. Not with `in_order`, since the
+        batch-invariant forward gives a row the bits of its decode. 8-bit keys become 16-bit ones in registers, on their
+        way to a product whose rows they are.
+        """
+        return self.block_m == MOST_ROWS and not (self.fp8 or self.in_order)
+
+    @property
     def block_d(self) -> int:
         return padded(self.head_dim, LEAST_WIDTH)
 
@@ -144,9 +153,9 @@ class DecodeTraits(Constants, Traits, HookConstants):
         return 4 * self.sent_rows * (self.block_dv + self.cluster)
 
     def own_bytes(self) -> int:
-        """Keys and values of all stages, q and p."""
-        widths = self.block_d + self.block_dv
-        return self.stages * self.block_n * widths * self.itemsize + 2 * self.block_m * (self.block_d + self.block_n)
+        """Keys and values of all stages, q, and p, which may be in registers."""
+        widths = self.block_d + (0 if self.queries_as_rows else self.block_n)
+        return self.stages * self.block_n * (self.block_d + self.block_dv) * self.itemsize + 2 * self.block_m * widths
 
     def shared_bytes(self) -> int:
         """Own tiles, and in a cluster the receive buffer with its mbarrier."""
@@ -228,7 +237,13 @@ def cluster_size(traits: DecodeTraits, blocks: int, tiles: int, sm_count: int) -
         1 sequence of 1024    4.8 us, 5.9 us
         1 sequence of 4096    9.0 us, 9.4 us
         2 sequences of 512    7.8 us, 5.4 us (clusters of 16, two programs per SM)
+    and of 1 sequence of 1024, 2 to 16 tokens, cold pages of 16:
+        8 rows                8.1 us, 9.1 us
+        16 rows               15.5 us, 10.1 us
+        64 rows               28.7 us, 22.7 us
     """
+    if traits.partial_rows > MOST_CLUSTER_ROWS:
+        return 0
     most = min(MOST_CLUSTER, padded(blocks, 1), 1 << (max(1, sm_count // max(1, tiles)).bit_length() - 1))
     for size in (most, min(most, PORTABLE_CLUSTER)):
         room = 2 if size > PORTABLE_CLUSTER else 1  # programs per SM: 16 then need at most 8 SMs
@@ -341,7 +356,8 @@ class HopperDecode:
         if streamed(traits, problem, tiles, target.sm_count):
             traits = replace(traits, block_n=STREAMED.block_n, stages=STREAMED.stages)
         slots = target.sm_count * (MOST_SHARED // (traits.shared_bytes() + RESERVED))
-        n_splits, split_size = splits(problem.capacity, tiles, traits.block_n, 0 if problem.batch_invariant else slots)
+        slots = 0 if problem.batch_invariant else slots
+        n_splits, split_size = splits(problem.capacity, tiles, traits.block_n, slots, traits.partial_rows)
         return DecodeConfig(
             replace(
                 traits,

@@ -3,19 +3,19 @@
     score_mod(score, b, h, q_idx, kv_idx, aux) -> score
     mask_mod(b, h, q_idx, kv_idx, aux) -> bool
 
-`device.forward_hooks` says what they mean. Scores are transposed here, [keys, rows], and the rows of a tile are tokens,
-each with the query heads of a key head. So h and q_idx are [1, rows], and kv_idx is [keys, 1]. b is the sequence, a
-scalar. q_idx is the position of a token among the keys of its sequence, whose last token has the last position; 0 for a
-token before the first key. Rows that are no query, and keys after the last one, have positions, too: loads by them are
-clamped.
+`device.forward_hooks` says what they mean. Scores are [keys, rows] here, and [rows, keys] in `decode_tall`. The rows of
+a tile are tokens, each with the query heads of a key head. So h and q_idx are [1, rows] or [rows, 1], and kv_idx is
+[keys, 1] or [1, keys]. b is the sequence, a scalar. q_idx is the position of a token among the keys of its sequence,
+whose last token has the last position; 0 for a token before the first key. Rows that are no query, and keys after the
+last one, have positions, too: loads by them are clamped.
 
-mask_mod reads no score, so it runs while the product S^T = K Q^T does. score_mod runs after the softcap.
+mask_mod reads no score, so it runs while the product of Q and K does. score_mod runs after the softcap.
 """
 
 from ..device.backward_hooks import multiple
 from ..device.dialect import Value, gl, gluon, record
 from ..device.softmax import LN_2
-from .decode_layouts import product_layout
+from .decode_layouts import query_layout
 
 
 @record
@@ -37,7 +37,7 @@ class ScoreMods:
 
     @gluon.jit
     def shown(self, n_start, rows, traits: gl.constexpr):
-        """mask_mod of keys n_start + rows: bool that broadcasts to [keys, rows]."""
+        """mask_mod of keys n_start + rows: bool that broadcasts to the scores."""
         row, kv_idx = self.row(traits), self.kv_idx(n_start, rows, traits)
         h, q_idx = self.head(row, traits), self.q_idx(row, traits)
         return traits.mask_mod(self.entry, h, q_idx, kv_idx, self.hooks.mask_aux)
@@ -52,9 +52,9 @@ class ScoreMods:
 
     @gluon.jit
     def row(self, traits: gl.constexpr):
-        """Rows of the tile [1, rows]."""
-        layout: gl.constexpr = gl.SliceLayout(0, product_layout(traits.block_m, traits.warps))
-        return (self.first_row + gl.arange(0, traits.block_m, layout))[None, :]
+        """Rows of the tile, as they broadcast to the scores."""
+        row = self.first_row + gl.arange(0, traits.block_m, query_layout(traits))
+        return row[:, None] if traits.queries_as_rows else row[None, :]
 
     @gluon.jit
     def head(self, row, traits: gl.constexpr):
@@ -66,7 +66,8 @@ class ScoreMods:
 
     @gluon.jit
     def kv_idx(self, n_start, rows, traits: gl.constexpr):
-        return (multiple(n_start, traits.block_n) + rows)[:, None]
+        key = multiple(n_start, traits.block_n) + rows
+        return key[None, :] if traits.queries_as_rows else key[:, None]
 
 
 @gluon.jit

@@ -31,6 +31,30 @@ def product_layout(columns, warps):
 
 
 @gluon.constexpr_function
+def tall_layout(columns):
+    """S or O of `decode_tall`, [64, columns]: a warp has 16 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def query_layout(traits):
+    """Queries, as they lie along the scores of a mainloop."""
+    if traits.queries_as_rows:
+        return gl.SliceLayout(1, tall_layout(traits.block_n))
+    return gl.SliceLayout(0, product_layout(traits.block_m, traits.warps))
+
+
+@gluon.constexpr_function
+def key_layout(traits):
+    """Keys, as page ids are read for the scores: where they lie along the scores or, with queries as rows, two keys a
+    lane and all keys in each warp.
+    """
+    if traits.queries_as_rows:
+        return gl.DistributedLinearLayout([[32]], [[1], [2], [4], [8], [16]], [[0], [0]], [], [64])
+    return gl.SliceLayout(1, product_layout(traits.block_m, traits.warps))
+
+
+@gluon.constexpr_function
 def stage_layout(rows, width, dtype, traits):
     """A tile of K or V in shared memory, as wgmma reads it. Threads read 8-bit tiles, 16 bytes at a time; there eight
     rows lie in different banks.

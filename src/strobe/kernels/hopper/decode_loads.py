@@ -15,7 +15,7 @@ from ..device.dialect import (
 )
 from ..device.split_kv import fold_scale_signs
 from .decode_arguments import PageIds, PrefetchedPages, SoftmaxScalars
-from .decode_layouts import copy_layout, product_layout
+from .decode_layouts import copy_layout, key_layout, query_layout
 from .decode_store import token_exists
 
 # ---------------------------------------------------------------- page ids
@@ -51,7 +51,7 @@ def page_ids_of_copies(table, n_start, traits: gl.constexpr):
 def prefetch_pages(table, start, traits: gl.constexpr):
     """PrefetchedPages of the split that begins with key `start`."""
     begin = start // traits.block_n * traits.block_n
-    rows = gl.arange(0, traits.block_n, gl.SliceLayout(1, product_layout(traits.block_m, traits.warps)))
+    rows = gl.arange(0, traits.block_n, key_layout(traits))
     to_copy = page_ids_of_copies(table, begin, traits)
     to_copy_next = page_ids_of_copies(table, begin + traits.step, traits)
     return PrefetchedPages(to_copy, to_copy_next, page_ids(table, begin, rows, traits))
@@ -199,5 +199,5 @@ def as_float16(q, traits: gl.constexpr):
     exponent = gl.where(exponent == 255, 141, gl.maximum(exponent, 15))  # of rows with an infinity or NaN, 0
     q_scale = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
     factor = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
-    q_scale = gl.convert_layout(q_scale, gl.SliceLayout(0, product_layout(traits.block_m, traits.warps)))
+    q_scale = gl.convert_layout(q_scale, query_layout(traits))
     return (q.to(gl.float32) * factor[:, None]).to(gl.float16), q_scale

@@ -21,7 +21,7 @@ from ..runtime.launch_cache import CACHE, forward_addresses
 from ..runtime.mod_function import mod_aux
 from ..runtime.split_kv import insert_launch
 from ..runtime.workspace import zeros_on
-from . import decode
+from . import decode, decode_tall
 from .batch_invariant import invariant_kernel
 from .decode_arguments import (
     CuSeqlens,
@@ -45,10 +45,8 @@ def partials_of(plan: Plan, workspace: dict[str, Tensor], device: torch.device) 
     return Partials(workspace["partials"], zeros_on(device, tiles))
 
 
-def run_decode(
-    plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], kernel: Any = decode.decode_kernel
-) -> None:
-    """Launch a decode. `kernel` takes the arguments of decode_kernel."""
+def run_decode(plan: Plan, call: DecodeCall, t: Forward, workspace: dict[str, Tensor], kernel: Any = None) -> None:
+    """Launch a decode. `kernel` takes the arguments of decode_kernel; None: the Hopper decode of the plan's tiles."""
     partials = partials_of(plan, workspace, call.q.device)
     word = error_flags.word(call.q.device)
     hooks, read = hooks_of(plan, call)
@@ -57,9 +55,7 @@ def run_decode(
     )
     moving = (*tensors[:-1], call.k_scale, call.v_scale, *partials, word, *read.tensors)
     key = (t.out.stride(), *read.kinds)
-    launch = launcher.start(
-        plan, key, moving, lambda: decode_launch(plan, call, tensors, partials, word)._replace(kernel=kernel)
-    )
+    launch = launcher.start(plan, key, moving, lambda: decode_launch(plan, call, tensors, partials, word, kernel))
     insert_launch(plan, call, t, workspace, launch)
 
 
@@ -121,7 +117,12 @@ def row_tiles(plan: Plan) -> int:
 
 
 def decode_launch(
-    plan: Plan, call: DecodeCall | PagedCall, tensors: DecodeTensors, partials: Partials, word: Tensor
+    plan: Plan,
+    call: DecodeCall | PagedCall,
+    tensors: DecodeTensors,
+    partials: Partials,
+    word: Tensor,
+    kernel: Any = None,
 ) -> Launch:
     problem, config, n_tiles = plan.problem, plan.config, row_tiles(plan)
     layout = problem.layout
@@ -145,7 +146,7 @@ def decode_launch(
     cluster = config.traits.cluster or 1
     programs = layout.batch * problem.heads_kv * n_tiles * config.n_splits // cluster
     return Launch(
-        decode.decode_kernel,
+        kernel or (decode_tall if config.traits.queries_as_rows else decode).decode_kernel,
         programs,
         arguments,
         {"num_warps": config.traits.warps, "launch_pdl": config.traits.programmatic_launch},
