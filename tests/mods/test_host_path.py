@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -72,6 +73,51 @@ def test_a_decode_calls_the_dispatcher_where_something_looks_on_alone(packed, mo
     assert run(out=into) is into and torch.equal(into, out) and not calls
     with _Passing():
         assert torch.equal(run(), out) and calls == [name]
+
+
+class _Bias(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.rand(2, 9, generator=torch.Generator().manual_seed(2)))
+        self.factor = 0.5
+
+    def forward(self, score, b, h, q_idx, kv_idx):
+        return score + self.table[h, (q_idx - kv_idx).clamp(-4, 4) + 4] * self.factor
+
+    def added(self, score, b, h, q_idx, kv_idx, shift=0.0):
+        return self(score, b, h, q_idx, kv_idx) + shift
+
+
+@pytest.mark.parametrize("kind", ["closure", "layer", "method", "partial"])
+def test_layers_methods_and_partials_are_found_again(kind, monkeypatch):
+    """By what they hold now: neither a trace nor the dispatcher runs."""
+    q, k, v = _tensors()
+    bias, anew = _Bias(), []
+    attend = repeated.attend
+    monkeypatch.setattr(repeated, "attend", lambda *given: (anew.append(1), attend(*given))[1])
+
+    def function():
+        table, factor = bias.table, bias.factor
+        return {
+            "closure": lambda s, b, h, i, j: s + table[h, (i - j).clamp(-4, 4) + 4] * factor,
+            "layer": bias,
+            "method": bias.added,
+            "partial": partial(bias.added, shift=1.0),
+        }[kind]
+
+    def differs():
+        exact = dense(q.double(), k.double(), v.double(), Functions(function()), builtin=strobe.causal())[0]
+        out = strobe.attention(q, k, v, causal=True, score_mod=function())
+        (gradient,) = torch.autograd.grad(out.square().sum(), bias.table)
+        (expected,) = torch.autograd.grad(exact.square().sum(), bias.table)
+        return max((out - exact).abs().max(), (gradient - expected).abs().max() / expected.abs().max())
+
+    assert max(differs() for _ in range(3)) < 1e-5 and len(anew) == 1
+    with torch.no_grad():
+        bias.table += 1.0
+    assert differs() < 1e-5 and len(anew) == 1
+    bias.factor = 2.0
+    assert differs() < 1e-5 and len(anew) == 2
 
 
 def test_lists_of_blocks_end_the_launches_that_read_them():

@@ -1,6 +1,6 @@
 """Calls of `attention` with functions that were made before.
 
-A repeated call reads what its functions capture (`mods.captures.simple_values`) and looks up an Entry in the
+A repeated call reads what its functions capture (`mods.captures.values_of`) and looks up an Entry in the
 LaunchCache: by the functions' code and constants, the keywords, and the metadata of all tensors. The entry replaces
 the Call, `mods.bind`, `builtin_masks.simplified` and the search for a Choice: 6 us instead of 27 us on a CPU. With
 gradients, autograd gets the call as one argument instead of 40.
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..kernels.runtime.launch_cache import CACHE, DIRECT, FUNCTIONS, addresses_of_mods, backward_addresses_of
 from ..kernels.runtime.workspace import empty_here, pieces
-from ..mods.captures import simple_values
+from ..mods.captures import values_of
 from ..mods.mask import MaskMod
 from ..mods.score import ScoreMod
+from ..mods.triton_functions import is_triton_function
 from ..problem import torch_private
 from ..problem.call import OPTIONAL_TENSORS, SCALARS, Call
 from ..problem.mask import Mask
@@ -56,16 +57,16 @@ def read(
         if found is not None:
             score_key, tensors = found
         else:
-            values = simple_values(score.function if type(score) is ScoreMod else score)  # type: ignore[arg-type]
-            if values is None:
+            function = score.function if type(score) is ScoreMod else score
+            if not callable(function) or is_triton_function(function):
                 return None
-            score_key, tensors, held = values
+            score_key, tensors, held = values_of(function)
     count = len(tensors)
     if type(mask) is MaskMod:
         function = mask.only_function
-        values = None if function is None else simple_values(function)
-        if values is None:
+        if function is None:
             return None
+        values = values_of(function)
         mask_key = (mask.left, mask.right, *values.key)
         tensors, held = tensors + values.tensors, held + values.held
     elif mask is not None:

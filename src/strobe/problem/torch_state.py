@@ -162,7 +162,7 @@ def needs_dispatcher(tensors: Sequence[Tensor], graded: bool = False) -> bool:
     grad = not graded and torch.is_grad_enabled()
     try:
         for tensor in tensors:
-            if type(tensor) is not Tensor or (grad and tensor.requires_grad) or tensor.is_neg():
+            if type(tensor) not in (Tensor, torch.nn.Parameter) or (grad and tensor.requires_grad) or tensor.is_neg():
                 return True
             if not tensor.data_ptr():  # a meta tensor, an empty one, or a ZeroTensor
                 return True
