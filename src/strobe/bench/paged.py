@@ -114,6 +114,9 @@ class PagedBenchCase:
 
 SUITE = [
     *(PagedBenchCase(f"b64_8k_t{tokens}", ((64, 8192, tokens),)) for tokens in (1, 2, 4, 8, 16)),
+    PagedBenchCase("b64_8k_t16_64_heads", ((64, 8192, 16),), heads_q=64),
+    PagedBenchCase("b32_8k_t16_d256", ((32, 8192, 16),), head_dim=256),
+    PagedBenchCase("b4_1k_t8", ((4, 1024, 8),)),
     PagedBenchCase("chunk_2k_over_32k", ((1, 34816, 2048),)),
     PagedBenchCase("chunk_2k_over_32k_pages_of_64", ((1, 34816, 2048),), page_size=64),
     PagedBenchCase("chunk_2k_over_32k_float8", ((1, 34816, 2048),), fp8=True),

@@ -336,6 +336,11 @@ def paged_cluster() -> tuple[Tensor, ...]:
     return _paged(FEW, cluster=4)
 
 
+def paged_tall() -> tuple[Tensor, ...]:
+    """The same with tiles of 64 rows, whose queries are the rows of products."""
+    return _paged(replace(FEW, heads=(8, 2)), cluster=0)
+
+
 def paged_prefill() -> tuple[Tensor, ...]:
     """Sequences of many and of few tokens in the forward. Keys in pages of 16, in more blocks than there are stages."""
     return _paged(replace(PAGED["mixed"], head_dim=128, lengths=(300, 1, 200, 129), news=(140, 1, 130, 3)))
@@ -465,7 +470,7 @@ SCENES = (
     Scene("backward_block_lists_d192_128", "sm_90", backward_block_lists_d192_128, BACKWARD),
     *(Scene(run.__name__, "sm_90", run, DECODE) for run in (decode_pages, decode_float8)),
     Scene("decode_cluster", "sm_90", decode_cluster, CLUSTER),
-    Scene("paged_splits", "sm_90", paged_splits, DECODE),
+    *(Scene(run.__name__, "sm_90", run, DECODE) for run in (paged_splits, paged_tall)),
     Scene("paged_cluster", "sm_90", paged_cluster, CLUSTER),
     *(Scene(run.__name__, "sm_90", run, PREFILL) for run in (paged_prefill, paged_prefill_lost)),
     Scene("paged_prefill_float8", "sm_90", paged_prefill_float8, PREFILL_FLOAT8),

@@ -32,7 +32,9 @@ class BlackwellDecodeConfig(DecodeConfig):
 
 @dataclass(frozen=True)
 class BlackwellDecodeTraits(DecodeTraits):
-    queries_as_rows = False
+    @property
+    def queries_as_rows(self) -> bool:
+        return False
 
     @property
     def warps(self) -> int:
