@@ -120,6 +120,48 @@ def test_layers_methods_and_partials_are_found_again(kind, monkeypatch):
     assert differs() < 1e-5 and len(anew) == 2
 
 
+def _doubled(self, score, b, h, q_idx, kv_idx):
+    return 2.0 * score
+
+
+def _factor_or_parameter(self, name):
+    return 6.0 if name == "factor" else torch.nn.Module.__getattr__(self, name)
+
+
+CHANGES = {
+    "a method of the class": lambda bias, patch: patch.setattr(_Bias, "forward", _doubled),
+    "a method of the object": lambda bias, patch: setattr(bias, "forward", lambda s, b, h, i, j: 3.0 * s),
+    "the code of a method": lambda bias, patch: patch.setattr(_Bias.forward, "__code__", _doubled.__code__),
+    "an attribute that moves to the class": lambda bias, patch: (
+        delattr(bias, "factor"),
+        patch.setattr(_Bias, "factor", 3.0, raising=False),
+    ),
+    "an attribute that becomes a property": lambda bias, patch: (
+        delattr(bias, "factor"),
+        patch.setattr(_Bias, "factor", property(lambda self: 4.0), raising=False),
+    ),
+    "an attribute that becomes an object": lambda bias, patch: setattr(bias, "factor", torch.tensor(5.0)),
+    "an operator of the class": lambda bias, patch: (
+        delattr(bias, "factor"),
+        patch.setattr(_Bias, "__getattr__", _factor_or_parameter, raising=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("call", ["layer", "method"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_changed_is_read_anew(change, call, monkeypatch):
+    q, k, v = _tensors()
+    bias = _Bias()
+    with torch.no_grad():
+        for turn in range(3):
+            if turn == 2:
+                CHANGES[change](bias, monkeypatch)
+            function = bias if call == "layer" else bias.added
+            exact = dense(q.double(), k.double(), v.double(), Functions(function), builtin=strobe.causal())[0]
+            assert (strobe.attention(q, k, v, causal=True, score_mod=function) - exact).abs().max() < 1e-5
+
+
 def test_lists_of_blocks_end_the_launches_that_read_them():
     q, k, v = _tensors()
     launched = []

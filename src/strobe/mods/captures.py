@@ -57,81 +57,6 @@ def captured(function: Callable) -> Captured:
     return Captured(key, tuple(walk.tensors), tuple(walk.numbers))
 
 
-class Values(NamedTuple):
-    """What a function captures, with the values of its numbers."""
-
-    key: tuple  # hashable, equal for equal values; code and library functions may be there by their id
-    tensors: tuple[Tensor, ...]
-    held: tuple  # objects whose ids are in the key
-
-
-def values_of(function: Callable) -> Values:
-    """What a function captures now. For a function that captures tensors, constants and functions of the same kind, in
-    a quarter of the time of `captured`.
-
-    >>> def window(width):
-    ...     return lambda b, h, q, k: q - k < width
-    >>> one, same, other = (values_of(window(width)) for width in (3, 3, 5))
-    >>> one.key == same.key, one.key == other.key
-    (True, False)
-    """
-    constants: list[Any] = []
-    tensors: list[Tensor] = []
-    held: list[Any] = []
-    if _read_simple(function, constants, tensors, held, 0):
-        return Values(tuple(constants), tuple(tensors), tuple(held))
-    found = captured(function)
-    return Values((found.key, *[(path, value or repr(value)) for path, value in found.numbers]), found.tensors, ())
-
-
-_ABSENT = object()
-_DEEPEST = 4  # functions within functions; deeper ones may be recursive
-
-
-def _read_simple(function: Any, constants: list[Any], tensors: list[Tensor], held: list[Any], depth: int) -> bool:
-    """Append what a function captures. Returns False for a function that is not simple."""
-    if type(function) is not FunctionType or depth > _DEEPEST:
-        return False
-    if function.__defaults__ is not None or function.__kwdefaults__ is not None or function.__dict__:
-        return False
-    code, scope = function.__code__, function.__globals__
-    held.append(code)
-    constants.append(id(code))
-    try:
-        values = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:  # an empty cell
-        return False
-    for name in names_in(code):
-        values.append(scope.get(name, _ABSENT))
-    for value in values:
-        kind = type(value)
-        if kind is Tensor or kind is torch.nn.Parameter:
-            tensors.append(value)
-            constants.append(_ABSENT)
-        elif kind is int or kind is float:
-            constants.append((kind, value or repr(value)))  # 0.0 == -0.0
-        elif value is _ABSENT or value is None or kind is bool or kind is str or kind is torch.dtype:
-            constants.append((kind, value))
-        elif _opaque.get(id(value)) is value:
-            constants.append(id(value))
-            held.append(value)
-        elif is_opaque(value):
-            if has_named_parts(value):
-                return False
-            if len(_opaque) >= _MOST_OPAQUE:
-                _opaque.clear()
-            _opaque[id(value)] = value
-            constants.append(id(value))
-            held.append(value)
-        elif not _read_simple(value, constants, tensors, held, depth + 1):
-            return False
-    return True
-
-
-_MOST_OPAQUE = 1024
-_opaque: dict[int, Any] = {}  # modules, classes and functions of libraries that were met
-
-
 class _Walk:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -255,7 +180,7 @@ def parts_of(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
         yield from ((label, undescribed(one), names) for label, one in definitions(value, names)[0].items())
     elif isinstance(value, MethodType):
         inner = _names_of(value.__func__, names)
-        yield "self", value.__self__, tuple([name for name in inner if name != CALL])
+        yield "self", value.__self__, inner
         yield "function", value.__func__, inner
     elif isinstance(value, functools.partial):
         inner = _names_of(value.func, names)
@@ -301,11 +226,11 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any, Names
 def _parts_of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
     """Of a callable object the attributes that its methods or `names` name, of a record all; and the methods."""
     kind = type(value)
-    found, named = definitions(kind, (*names, *_operators(kind, CALL in names)))
+    found, named = definitions(kind, (*names, *operators(kind, CALL in names)))
     own = _names_in_methods(kind) | named
     is_called, readers, held = callable(value), tuple(own), attributes(value)
     for name, one in held.items():
-        if not is_called or name in own or (name in _OF_LAYERS and one):
+        if not is_called or name in own or (name in OF_LAYERS and one):
             yield name, one, readers
     for label, one in found.items():
         if label not in held or label in getattr(value, "__dict__", ()):
@@ -313,7 +238,7 @@ def _parts_of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names
 
 
 # of a layer; a call reads them
-_OF_LAYERS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OF_LAYERS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def definitions(kind: type, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, None]]:
@@ -337,8 +262,7 @@ def definitions(kind: type, names: Sequence[str]) -> tuple[dict[str, Any], dict[
     return found, met
 
 
-@functools.lru_cache(maxsize=256)
-def _operators(kind: type, is_called: bool) -> Names:
+def operators(kind: type, is_called: bool) -> Names:
     """The names of methods that no code names: operators, and what a call of the object runs."""
     found = [
         name

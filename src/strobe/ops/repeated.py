@@ -1,6 +1,6 @@
 """Calls of `attention` with functions that were made before.
 
-A repeated call reads what its functions capture (`mods.captures.values_of`) and looks up an Entry in the
+A repeated call reads what its functions capture (`mods.simple_captures.values_of`) and looks up an Entry in the
 LaunchCache: by the functions' code and constants, the keywords, and the metadata of all tensors. The entry replaces
 the Call, `mods.bind`, `builtin_masks.simplified` and the search for a Choice: 6 us instead of 27 us on a CPU. With
 gradients, autograd gets the call as one argument instead of 40.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..kernels.runtime.launch_cache import CACHE, DIRECT, FUNCTIONS, addresses_of_mods, backward_addresses_of
 from ..kernels.runtime.workspace import empty_here, pieces
-from ..mods.captures import values_of
 from ..mods.mask import MaskMod
 from ..mods.score import ScoreMod
+from ..mods.simple_captures import values_of
 from ..mods.triton_functions import is_triton_function
 from ..problem import torch_private
 from ..problem.call import OPTIONAL_TENSORS, SCALARS, Call
