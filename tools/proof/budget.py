@@ -204,9 +204,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("forward_kernel", "d192/128 documents *", "sm_90", 48, _SCATTERED, family="hopper"),
     # sm_90, the Hopper decode
     Allowance("decode_kernel", "paged d128 float8, 16 *, score_mod", "sm_90", 236, _TALL, family="hopper.decode"),
-    Allowance("decode_kernel", "paged d128 16 *, score_mod and mask_mod", "sm_90", 296, _TALL, family="hopper.decode"),
     Allowance("decode_kernel", "paged d256 float8, 8 *, score_mod *", "sm_90", 124, _TALL, family="hopper.decode"),
-    Allowance("decode_kernel", "paged d*, score_mod", "sm_90", 8, _TALL, family="hopper.decode"),
     Allowance("decode_kernel", "paged d* float8 prefill*", "sm_90", 92, _TALL_OF_8_BITS, family="hopper.decode"),
     Allowance("forward_kernel", "paged d128 prefill, mask_mod", "sm_90", 376, _MASKED, family="hopper.decode"),
     Allowance("forward_kernel", "paged d128 float8 prefill", "sm_90", 32, _CONVERTED, family="hopper.decode"),

@@ -132,7 +132,7 @@ def suite(patterns: Iterable[str]) -> list[PagedBenchCase]:
     without a match.
 
     >>> [case.name for case in suite(["b64_8k_t1*"])]
-    ['b64_8k_t1', 'b64_8k_t16']
+    ['b64_8k_t1', 'b64_8k_t16', 'b64_8k_t16_64_heads']
     """
     return chosen(SUITE, list(patterns))
 

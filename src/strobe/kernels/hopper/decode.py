@@ -126,16 +126,6 @@ def apply_mask(s, is_key, n_start, rows, visible, traits: gl.constexpr):
 
 
 @gluon.jit
-def seen_by_all(keys, visible, traits: gl.constexpr):
-    """The KeyRange of a split that every query sees. visible: the KeyRange of each."""
-    if traits.masks_queries:
-        start = gl.maximum(keys.start, gl.max(visible.start, 0))
-        return KeyRange(start, gl.minimum(keys.stop, gl.min(visible.stop, 0)))
-    else:
-        return keys
-
-
-@gluon.jit
 def no_keys(traits: gl.constexpr):
     """SoftmaxState of queries that have seen no key."""
     layout: gl.constexpr = product_layout(traits.block_m, traits.warps)
@@ -170,18 +160,17 @@ def attend(smem, cache, pages, keys, queries, softmax, mods, errors, traits: gl.
     ScoreMods, or None.
     """
     visible = visible_to_queries(queries.tile, queries.num_keys, queries.window, traits)
-    whole = seen_by_all(keys, visible, traits)
     begin = keys.start // traits.block_n * traits.block_n
     rows = gl.arange(0, traits.block_n, gl.SliceLayout(1, product_layout(traits.block_m, traits.warps)))
     state = DecodeState(pages, no_keys(traits), zero_o(traits), begin * 0)
     for n_start in range(begin, keys.stop, traits.step):
-        state = mainloop_step(n_start, rows, state, smem, cache, keys, visible, whole, softmax, mods, errors, traits)
+        state = mainloop_step(n_start, rows, state, smem, cache, keys, visible, softmax, mods, errors, traits)
     cp_async_wait(0)  # the groups still in flight are empty; a kernel leaves none behind
     return state.o, SoftmaxState(state.softmax.row_max, gl.sum(state.softmax.row_sum, 0))
 
 
 @gluon.jit
-def mainloop_step(n_start, rows, state, smem, cache, keys, visible, whole, softmax, mods, errors, traits: gl.constexpr):
+def mainloop_step(n_start, rows, state, smem, cache, keys, visible, softmax, mods, errors, traits: gl.constexpr):
     """The tile of keys n_start + rows."""
     AHEAD: gl.constexpr = traits.stages - 1
     stage, table = state.stage, cache.table
@@ -206,10 +195,7 @@ def mainloop_step(n_start, rows, state, smem, cache, keys, visible, whole, softm
         gl.atomic_or(errors + rows * 0, rows * 0 + PAGES, mask=is_key & (exists == 0), sem="relaxed")
         is_key = is_key & exists
         of_scores = page_ids(table, n_start + traits.step, rows, traits)
-    s = gl.where(is_key[:, None], s, float("-inf"))
-    if traits.masks_queries:
-        if (n_start < whole.start) | (n_start + traits.block_n > whole.stop):
-            s = apply_mask(s, is_key, n_start, rows, visible, traits)
+    s = apply_mask(s, is_key, n_start, rows, visible, traits)
     p, rescale, softmax_state = online_softmax(s, state.softmax, softmax.scale_log2, traits)
     # O^T = rescale O^T + V^T P^T
     o = state.o * rescale[None, :]

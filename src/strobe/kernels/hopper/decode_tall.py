@@ -16,7 +16,8 @@ Time with keys as rows, and with queries as rows (H200, 64 sequences of 8192, 32
 
 from ..device.dialect import cp_async_wait, gl, gluon, record, warpgroup_mma, warpgroup_mma_wait
 from ..device.softmax import SoftmaxState, apply_softcap
-from .decode import PAGES, DecodeState, decode_split, seen_by_all, visible_to_queries
+from ..device.split_kv import KeyRange
+from .decode import PAGES, DecodeState, decode_split, visible_to_queries
 from .decode_arguments import DecodeArguments, PrefetchedPages, TallSmem
 from .decode_hooks import modify_scores
 from .decode_layouts import allocate_operand, allocate_stages, key_layout, query_layout, tall_layout
@@ -91,6 +92,16 @@ def mainloop_step(n_start, state, smem, cache, masking, softmax, mods, errors, t
     o = warpgroup_mma_wait(0, deps=[o])
     pages = PrefetchedPages(state.pages.to_copy_next, to_copy_next, of_scores)
     return DecodeState(pages, softmax_state, o, gl.where(stage == AHEAD, 0, stage + 1))
+
+
+@gluon.jit
+def seen_by_all(keys, visible, traits: gl.constexpr):
+    """The KeyRange of a split that every query sees. visible: the KeyRange of each."""
+    if traits.masks_queries:
+        start = gl.maximum(keys.start, gl.max(visible.start, 0))
+        return KeyRange(start, gl.minimum(keys.stop, gl.min(visible.stop, 0)))
+    else:
+        return keys
 
 
 @record
