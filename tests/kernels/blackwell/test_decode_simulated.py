@@ -86,7 +86,7 @@ def test_the_table_under_every_schedule(n, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["dense_tokens_5", "pages_fp8", "pages_window_softcap_sinks"])
+@pytest.mark.parametrize("name", ["dense_gaps", "pages_fp8", "pages_window_softcap_sinks"])
 @pytest.mark.parametrize("memory", [False, True], ids=["in a cluster", "in global memory"])
 def test_100_schedules(name, memory, monkeypatch):
     if memory:
