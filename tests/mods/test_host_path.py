@@ -148,6 +148,53 @@ CHANGES = {
 }
 
 
+class _ByName:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * getattr(self, "fac" + "tor")
+
+
+class _Number(float):
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * self
+
+
+class _Table(dict):
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * self["factor"]
+
+
+class _OfClass:
+    unused = 1.0
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * self.factor
+
+
+@pytest.mark.parametrize("make", [_ByName, _Number, lambda factor: _Table(factor=factor)])
+def test_objects_that_hold_other_values_are_told_apart(make):
+    q, k, v = _tensors()
+    for factor in (0.5, 2.0, 0.5):
+        exact = dense(q.double(), k.double(), v.double(), Functions(make(factor)), builtin=strobe.causal())[0]
+        assert (strobe.attention(q, k, v, causal=True, score_mod=make(factor)) - exact).abs().max() < 1e-5
+
+
+def test_a_class_with_as_many_attributes_as_before_is_read_anew(monkeypatch):
+    q, k, v = _tensors()
+    held = _OfClass()
+    held.factor = 0.5
+    for factor in (0.5, 2.0, 3.0):
+        if factor == 2.0:
+            del held.factor
+            monkeypatch.delattr(_OfClass, "unused")
+        if factor != 0.5:
+            monkeypatch.setattr(_OfClass, "factor", factor, raising=False)
+        exact = dense(q.double(), k.double(), v.double(), Functions(held), builtin=strobe.causal())[0]
+        assert (strobe.attention(q, k, v, causal=True, score_mod=held) - exact).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("call", ["layer", "method"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_layer_that_changed_is_read_anew(change, call, monkeypatch):

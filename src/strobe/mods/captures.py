@@ -41,6 +41,7 @@ class Captured(NamedTuple):
     key: Hashable
     tensors: tuple[Tensor, ...]  # each once
     numbers: tuple[tuple[str, int | float], ...]  # (path, value)
+    lasts: bool = True  # False with an iterator or an array among the captures, which may change at each call
 
 
 def captured(function: Callable) -> Captured:
@@ -54,13 +55,14 @@ def captured(function: Callable) -> Captured:
     """
     walk = _Walk()
     key = walk.key(function, "", (CALL,))
-    return Captured(key, tuple(walk.tensors), tuple(walk.numbers))
+    return Captured(key, tuple(walk.tensors), tuple(walk.numbers), walk.lasts)
 
 
 class _Walk:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.numbers: list[tuple[str, int | float]] = []
+        self.lasts = True
         self._seen: dict[Hashable, int] = {}
 
     def key(self, value: Any, path: str, names: Names) -> Hashable:
@@ -88,7 +90,9 @@ class _Walk:
             return "function", value.__code__, held
         if held or isinstance(value, (MethodType, functools.partial, tuple, list, deque, dict)):
             return type(value), held
-        return _memory(value) or (_Same(object()) if hasattr(type(value), "__next__") else _Same(value))
+        contents, is_iterator = _memory(value), hasattr(type(value), "__next__")
+        self.lasts = self.lasts and contents is None and not is_iterator
+        return contents or _Same(object() if is_iterator else value)
 
     def _tensor(self, tensor: Tensor) -> Hashable:
         at = next((n for n, one in enumerate(self.tensors) if one is tensor), None)

@@ -10,12 +10,22 @@ import functools
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .captures import CALL, OF_LAYERS, captured, has_named_parts, is_opaque, layers, names_in, operators, slots
+from .captures import (
+    CALL,
+    OF_LAYERS,
+    captured,
+    has_named_parts,
+    is_opaque,
+    layers,
+    names_in,
+    operators,
+    slots,
+)
 
 
 class Values(NamedTuple):
@@ -26,8 +36,9 @@ class Values(NamedTuple):
     held: tuple  # objects whose ids are in the key
 
 
-def values_of(function: Callable) -> Values:
-    """What a function captures now.
+def values_of(function: Callable) -> Values | None:
+    """What a function captures now. None for a function that captures an iterator or an array: a key of it is of one
+    call, or long.
 
     >>> def window(width):
     ...     return lambda b, h, q, k: q - k < width
@@ -39,6 +50,8 @@ def values_of(function: Callable) -> Values:
     if reader.reads(function):
         return Values(tuple(reader.constants), tuple(reader.tensors), tuple(reader.held))
     found = captured(function)
+    if not found.lasts:
+        return None
     return Values((found.key, *[(path, value or repr(value)) for path, value in found.numbers]), found.tensors, ())
 
 
@@ -112,11 +125,11 @@ class _Reader:
     def object(self, value: Any, method: Any) -> bool:
         """A layer, or another object of a user's class, of which `method` is called; None: the object itself."""
         kind = type(value)
-        plan = _plan(kind, method) if type(method) is FunctionType or method is None else None
-        if plan is None or any([len(held) != size for held, size in plan.classes]):
+        classes = [vars(base) for base in layers(kind)]
+        if not classes or not (method is None or type(method) is FunctionType):
             return False
-        state = getattr(value, "__dict__", None)
-        if state is None:
+        plan, state = _plan(kind, method, tuple([tuple(held) for held in classes])), getattr(value, "__dict__", None)
+        if plan is None or state is None:
             return False
         groups = [state]
         if plan.is_layer:
@@ -140,31 +153,34 @@ class _Reader:
 
 
 class _Plan(NamedTuple):
-    """What a method of a class reads: the methods that it may call, and names of attributes."""
+    """What a method of a class reads."""
 
-    classes: tuple[tuple[Mapping[str, Any], int], ...]  # attributes of each user's class, and how many they are
     methods: tuple[tuple[Mapping[str, Any], str, FunctionType, CodeType], ...]  # (attributes that hold it, name, ...)
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of attributes of the object: all that a method of the class names
     is_layer: bool
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(kind: type, method: FunctionType | None) -> _Plan | None:
+def _plan(kind: type, method: FunctionType | None, attributes: tuple) -> _Plan | None:
     """None for a class whose objects are read by `captures`: with slots, operators, properties, other descriptors,
-    values of the class itself.
+    values of the class itself, a base that is no user's, attributes whose names are computed.
+
+    attributes: the names in each user's class among its bases, so that a class that changes has another plan.
     """
-    classes = [vars(base) for base in layers(kind)]
-    is_layer = issubclass(kind, torch.nn.Module)
-    if not classes or slots(kind) or operators(kind, False) or type(kind) not in (type, ABCMeta):
+    bases = layers(kind)
+    if type(kind) not in (type, ABCMeta) or any([base not in (*bases, *_BASES) for base in kind.__mro__]):
+        return None
+    classes, is_layer = [vars(base) for base in bases], issubclass(kind, torch.nn.Module)
+    functions = [one for held in classes for one in held.values() if type(one) is FunctionType]
+    every = dict.fromkeys([name for one in functions for name in names_in(one.__code__)])
+    if slots(kind) or operators(kind, False) or not _COMPUTED.isdisjoint(every):
         return None
     if is_layer and any(CALL in held for held in classes):
         return None
     names = dict.fromkeys(("forward" if is_layer else CALL, *(names_in(method.__code__) if method else ())))
     waiting, methods = list(names), []
     if method is not None:
-        methods += [(held, name, one, one.__code__) for held in classes for name, one in held.items() if one is method][
-            :1
-        ]
+        methods += [(held, name, one, one.__code__) for held in classes for name, one in held.items() if one is method]
         if not methods:
             return None
     while waiting:
@@ -178,8 +194,10 @@ def _plan(kind: type, method: FunctionType | None) -> _Plan | None:
                 further = [each for each in names_in(one.__code__) if each not in names]
                 names |= dict.fromkeys(further)
                 waiting += further
-    return _Plan(tuple([(held, len(held)) for held in classes]), tuple(methods), tuple(names), is_layer)
+    return _Plan(tuple(methods), tuple(names | every), is_layer)
 
 
+_BASES = (object, torch.nn.Module, Generic)
+_COMPUTED = frozenset(("getattr", "vars", "__dict__", "__getattribute__", "getattr_static", "attrgetter"))
 _MOST_OPAQUE = 1024
 _opaque: dict[int, Any] = {}  # modules, classes and functions of libraries that were met

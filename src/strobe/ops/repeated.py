@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -58,15 +59,18 @@ def read(
             score_key, tensors = found
         else:
             function = score.function if type(score) is ScoreMod else score
-            if not callable(function) or is_triton_function(function):
+            if type(function) is not FunctionType and (not callable(function) or is_triton_function(function)):
                 return None
-            score_key, tensors, held = values_of(function)
+            values = values_of(function)
+            if values is None:
+                return None
+            score_key, tensors, held = values
     count = len(tensors)
     if type(mask) is MaskMod:
         function = mask.only_function
-        if function is None:
+        values = None if function is None else values_of(function)
+        if values is None:
             return None
-        values = values_of(function)
         mask_key = (mask.left, mask.right, *values.key)
         tensors, held = tensors + values.tensors, held + values.held
     elif mask is not None:
