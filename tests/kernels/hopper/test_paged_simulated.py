@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 import strobe
-from strobe.kernels.hopper import decode_config
+from strobe.kernels.hopper import decode_config, paged_config
 from strobe.problem.paged import PagedCall, PagedProblem
 from strobe.problem.target import FAKES
 from strobe.selection.select import select
@@ -60,6 +60,7 @@ def test_no_report_and_as_good_as_the_oracle(n, name, shares, monkeypatch):
 @pytest.mark.parametrize("heads, runs", [((16, 2), "forward_kernel"), ((8, 2), "decode_kernel")])
 def test_rows_of_two_tiles_run_in_the_forward(heads, runs, monkeypatch):
     """Unless the decode splits the keys: each of its tiles would read all of them."""
+    monkeypatch.setattr(paged_config, "LEAST_CAPACITY", 0)
     monkeypatch.setattr(decode_config, "splits", lambda capacity, *_: (1, capacity))
     monkeypatch.setattr(decode_config, "cluster_size", lambda *_: 0)
     call = replace(CASES["up to 16"], heads=heads).build("cpu", torch.bfloat16, seed=1, kernel="hopper")
@@ -67,6 +68,20 @@ def test_rows_of_two_tiles_run_in_the_forward(heads, runs, monkeypatch):
         out, lse, _ = run_on(H200, call)
     assert_paged_as_good_as((out, lse), call)
     assert run.reports == [] and run.launches[-1] == runs
+
+
+def test_the_forward_runs_few_tokens_only_where_its_tiles_are_fewer():
+    def runs(heads=(64, 8), keys=8192, strided=False, tokens=16) -> str:
+        width = 2 * heads[0] * 128 if strided else heads[0] * 128
+        q = torch.empty(64 * tokens, width, dtype=torch.bfloat16, device="meta")[:, : heads[0] * 128]
+        pool = torch.empty(64 * keys // 16, 16, heads[1], 128, dtype=torch.bfloat16, device="meta")
+        ints = lambda *shape: torch.empty(*shape, dtype=torch.int32, device="meta")
+        call = PagedCall(q.view(-1, heads[0], 128), pool, pool, ints(64), ints(65), ints(64, keys // 16))
+        call = call._replace(max_seqlen_q=tokens, right=0, kernel="hopper")
+        return type(select(PagedProblem.from_call(call), H200).forward.config).__name__
+
+    assert [runs(), runs(tokens=4), runs(heads=(32, 8))] == ["MixedConfig", "DecodeConfig", "DecodeConfig"]
+    assert runs(strided=True) == runs(keys=512) == "DecodeConfig"
 
 
 @pytest.mark.nightly

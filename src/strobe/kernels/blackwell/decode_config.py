@@ -74,6 +74,7 @@ def _values(traits: DecodeTraits) -> dict[str, Any]:
 
 class BlackwellDecode(HopperDecode):
     name = "blackwell.decode"
+    traits_kind = BlackwellDecodeTraits
 
     def why_not(self, problem: DecodeProblem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability not in CAPABILITIES:

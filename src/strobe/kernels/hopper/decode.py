@@ -86,8 +86,10 @@ class DecodeState:
     """What a step of the mainloop hands the next."""
 
     pages: gl.tuple  # PrefetchedPages
-    softmax: gl.tuple  # SoftmaxState; row_sum is [keys, queries]: each thread sums its own keys (`decode_tall`: sums)
-    o: gl.tensor  # O^T [D_v, queries] float32 (`decode_tall`: O)
+    softmax: (
+        gl.tuple
+    )  # SoftmaxState; row_sum is [keys, queries]: each thread sums its own keys; `decode_tall`: [queries]
+    o: gl.tensor  # O^T [D_v, queries] float32; `decode_tall`: O
     stage: gl.tensor
 
 

@@ -88,8 +88,6 @@ class DecodeTraits(Constants, Traits, HookConstants):
         Other tiles are faster with four, although some spill, because two programs fit on an SM.
 
         Time with four warps, and with eight (H200, 64 sequences of 8k, of d256 32):
-            16 tokens, alibi                              0.638 ms, 0.952 ms
-            16 tokens, a tree and alibi                   0.820 ms, 1.061 ms
             16 tokens, alibi, 8-bit keys                  0.732 ms, 1.131 ms
             16 tokens, a tree and alibi, 8-bit keys       1.443 ms, 1.242 ms
             8 tokens, d256, a tree and alibi              0.601 ms, 0.626 ms
@@ -295,8 +293,8 @@ def furthest(problem: DecodeProblem) -> int:
     )
 
 
-def traits_of(problem: DecodeProblem) -> DecodeTraits:
-    """The constants of a problem, except what depends on the number of splits."""
+def traits_of(problem: DecodeProblem, kind: type[DecodeTraits] | None = None) -> DecodeTraits:
+    """The constants of a problem, of this kind (DecodeTraits), except what depends on the number of splits."""
     rows, layout = problem.group * problem.layout.seqlen_q, problem.layout
     most = most_rows(problem.head_dim, problem.head_dim_v)
     known = split_kv.traits(problem) | {
@@ -311,12 +309,13 @@ def traits_of(problem: DecodeProblem) -> DecodeTraits:
     if problem.mods is not None:
         functions = mod_functions(problem.mods)
         known |= {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
-    found = [DecodeTraits(block_n=t.block_n, stages=t.stages, **known) for t in TILES]
+    found = [(kind or DecodeTraits)(block_n=t.block_n, stages=t.stages, **known) for t in TILES]
     return next(f for n in (2, 1) for f in found if n * (f.shared_bytes() + RESERVED) <= MOST_SHARED)
 
 
 class HopperDecode:
     name = "hopper.decode"
+    traits_kind: ClassVar[type[DecodeTraits]] = DecodeTraits
 
     def why_not(self, problem: DecodeProblem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability != CAPABILITY:
@@ -340,7 +339,7 @@ class HopperDecode:
         return against_tools()
 
     def config(self, problem: DecodeProblem, target: Target) -> DecodeConfig:
-        traits = traits_of(problem)
+        traits = traits_of(problem, self.traits_kind)
         tiles = problem.layout.batch * problem.heads_kv * -(-problem.group * problem.layout.seqlen_q // traits.block_m)
         blocks = max(1, -(-problem.capacity // traits.block_n))
         if (

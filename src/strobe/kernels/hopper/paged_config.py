@@ -16,6 +16,8 @@ from .decode_config import DecodeConfig, DecodeTraits, HopperDecode
 from .prefill_config import MOST_TOKENS, against_prefill, is_few, of_few, prefill_traits
 from .traits import ForwardTraits
 
+LEAST_CAPACITY = 2048  # keys of a sequence, for `runs_faster_in_forward`
+
 
 @dataclass(frozen=True)
 class PagedTraits(DecodeTraits):
@@ -55,15 +57,24 @@ def mixed_config(problem: PagedProblem, target: Target, decode: DecodeConfig | N
     return MixedConfig(prefill_traits(problem, target, None if copy is None else False), decode, copy)
 
 
-def reads_keys_twice(problem: PagedProblem, config: DecodeConfig) -> bool:
-    """Whether each key head has several tiles of rows, which do not split its keys. The forward's tiles are taller.
+def runs_faster_in_forward(problem: PagedProblem, decode: DecodeConfig, target: Target) -> bool:
+    """Whether the tiles of a key head's rows, which all read its keys, are fewer in the forward than in the decode.
+    Only for what was measured: long caches, no functions.
 
-    Time of the decode, and of the forward (H200, 64 sequences of 8192):
-        16 tokens, 8 query heads a key head, d128     0.856 ms, 0.522 ms
-        16 tokens, 16 query heads a key head, d128    1.630 ms, 1.062 ms
-        16 tokens, 4 query heads a key head, d256     0.972 ms, 0.499 ms (32 sequences)
+    Time of the decode, and of the forward (H200, 64 sequences of 8192, 16 tokens, one process):
+        8 query heads a key head, d128            0.856 ms, 0.522 ms
+        16 query heads a key head, d128           1.630 ms, 1.062 ms
+        8 query heads a key head, 8-bit keys      1.109 ms, 0.753 ms
+        4 query heads a key head, d256            0.972 ms, 0.499 ms (32 sequences)
     """
-    return config.n_splits == 1 and problem.group * problem.layout.seqlen_q > config.traits.block_m
+    tokens, group = problem.layout.seqlen_q, problem.group
+    tiles = -(-group * tokens // decode.traits.block_m)
+    if decode.n_splits > 1 or tiles == 1 or problem.mods is not None or problem.capacity < LEAST_CAPACITY:
+        return False
+    if against_prefill(problem, target) is not None:
+        return False
+    tuning = prefill_traits(problem, target).tuning
+    return group // tuning.pack_gqa * -(-tokens // tuning.block_m) < tiles
 
 
 class HopperPaged(HopperDecode):
@@ -90,7 +101,7 @@ class HopperPaged(HopperDecode):
             splits = problem.layout.batch > 1 and isinstance(decode, DecodeConfig) and decode.n_splits > 1
             return mixed_config(problem, target, decode if splits else None)  # type: ignore[arg-type]
         config = super().config(problem, target)
-        if reads_keys_twice(problem, config) and against_prefill(problem, target) is None:
+        if runs_faster_in_forward(problem, config, target):
             return mixed_config(problem, target, None)
         traits = PagedTraits(**{f.name: getattr(config.traits, f.name) for f in fields(config.traits) if f.init})
         return DecodeConfig(traits, config.n_splits, config.split_size)

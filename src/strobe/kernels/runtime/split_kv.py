@@ -17,8 +17,8 @@ from .workspace import pieces_of
 
 MOST_SPLITS = 128
 JOIN_BLOCKS = 0.5  # combining splits takes as long as this many key tiles
-# and, for each split and each row of a tile beyond EASY_ROWS, as this many. The Hopper decode of 1 sequence of 4096
-# keys, 17 splits and 36 (H200): 8 rows 12.5 us, 13.5 us; 16 rows 13.9, 15.4; 32 rows 18.8, 25.1; 64 rows 26.8, 37.7
+# Each split adds this many key tiles for each row of a tile beyond EASY_ROWS. The Hopper decode of 1 sequence of 4096
+# keys in 16 splits and in 32, us (H200): 8 rows 12.5, 13.5; 16 rows 13.9, 15.4; 32 rows 18.8, 25.1; 64 rows 26.8, 37.7
 JOIN_BLOCKS_A_ROW, EASY_ROWS = 1 / 150, 8
 # Keys per split with batch_invariant: a constant, because it determines the bits. 8 sequences of 8k take 67.5 us, and
 # 71.1 us with splits of 1024 (H200).
