@@ -22,6 +22,17 @@ SMALL = {
         "expected 2, the batch entries",
     ),
     "relative": (lambda: {"score_mod": strobe.relative_bias(torch.zeros(2, 9))}, "expected 4, the query heads"),
+    "ids of documents": (
+        lambda: {"mask": ~strobe.documents(torch.zeros(2, 5, dtype=torch.int32))},
+        "5 queries and 5 keys, expected 8 and 8",
+    ),
+    "ids of documents beside others": (
+        lambda: {
+            "mask": (strobe.documents(torch.zeros(2, 9, dtype=torch.int32)) & strobe.causal())
+            | strobe.key_lengths(torch.ones(2, dtype=torch.int32))
+        },
+        "9 queries and 9 keys, expected 8 and 8",
+    ),
     "lengths of another batch": (
         lambda: {"mask": ~strobe.key_lengths(torch.tensor([3]))},
         "expected 2, the batch entries",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import InvalidProblem
 from ..problem.call import Call
+from ..problem.mask import Documents
 
 MEANING = {"b": "batch entries", "h": "query heads", "q": "queries", "k": "keys"}
 
@@ -64,6 +65,22 @@ def check(
                     tensor.dim() > 2
                 )
                 raise InvalidProblem(argument, got, expected, remedy)
+
+
+def check_built_in(batch: int | None, documents: Documents | None, sizes: Mapping[str, int]) -> None:
+    """Raises InvalidProblem if prefixes, lengths or ids are for another batch, or ids for other lengths. A call of
+    packed queries or over a cache has no lengths to compare.
+    """
+    if batch is not None and batch != sizes["b"]:
+        got, remedy = f"prefixes, key lengths or ids of {batch} batch entries", "make it for this batch"
+        raise InvalidProblem("mask", got, f"{sizes['b']}, the batch entries of the call", remedy)
+    if documents is not None and sizes["q"] and sizes["k"]:
+        found, wanted = (documents.ids_q.shape[1], documents.ids_k.shape[1]), (sizes["q"], sizes["k"])
+        if found != wanted:
+            got = f"documents' ids of {found[0]} queries and {found[1]} keys"
+            raise InvalidProblem(
+                "mask", got, f"{wanted[0]} and {wanted[1]}, those of the call", "build the mask for this call's shapes"
+            )
 
 
 def _check_blocks(argument: str, count: int, axis: Blocks, wanted: int) -> None:

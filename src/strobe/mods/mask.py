@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import InvalidProblem, wrong_type
 from ..problem.call import FARTHEST
 from ..problem.foreign_arguments import no_mask
-from ..problem.mask import GENERAL, MOST_KEYS, Mask, Tile, TileKind
+from ..problem.mask import GENERAL, MOST_KEYS, Documents, Mask, Tile, TileKind
 from . import extents
 from .cache import TRACES
 from .compiled import bind_compiled
@@ -76,9 +76,14 @@ class _Bound(NamedTuple):
     bound: BoundMask
     batch: int | None = None  # of the tensors of a built-in mask
     axes: tuple[extents.Axes, ...] = ()  # of the tensors of a part that is one tensor
+    documents: Documents | None = None
 
     def bind(self) -> BoundMask:
         return self.bound
+
+
+def _built_in(mask: Mask) -> _Bound:
+    return _Bound(_general(mask), next(iter(mask._batches), None), documents=mask.documents)
 
 
 class _Combined(NamedTuple):
@@ -122,9 +127,7 @@ class MaskMod(Mask):
     @staticmethod
     def of(mask: Mask) -> MaskMod:
         """A built-in mask as a mask function. A MaskMod is returned as it is."""
-        return (
-            mask if isinstance(mask, MaskMod) else MaskMod(part=_Bound(_general(mask), next(iter(mask._batches), None)))
-        )
+        return mask if isinstance(mask, MaskMod) else MaskMod(part=_built_in(mask))
 
     @staticmethod
     def from_block_mask(block_mask: Any) -> MaskMod:
@@ -151,21 +154,18 @@ class MaskMod(Mask):
         base = Mask(left, right, self.prefix, self.key_lengths, self.documents)
         if not any(base.structure):
             return self.part
-        return _Combined("and", _Bound(_general(base)), self.part)
+        return _Combined("and", _built_in(base), self.part)
 
     def bind(self) -> BoundMask:
         """The function's program and what it captures now, without the built-in part of the mask."""
         return self.part.bind()
 
     def check(self, sizes: Mapping[str, int], is_part: bool = False) -> None:
-        """Raises InvalidProblem if a tensor that is a mask is not of a call's sizes (`extents.check`), or if prefixes,
-        lengths or documents are for another batch.
-        """
+        """Raises InvalidProblem if tensors, prefixes, lengths or documents of the mask are not of a call's sizes."""
         for part in _tensor_parts(self.part):
             extents.check("mask", part.bound.tensors, part.axes, sizes, is_part)
-            if part.batch is not None and not part.axes and part.batch != sizes["b"] and not is_part:
-                got, remedy = f"prefixes, key lengths or ids of {part.batch} batch entries", "make it for this batch"
-                raise InvalidProblem("mask", got, f"{sizes['b']}, the batch entries of the call", remedy)
+            if not (part.axes or is_part):
+                extents.check_built_in(part.batch, part.documents, sizes)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
