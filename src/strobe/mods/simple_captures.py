@@ -122,13 +122,13 @@ class _Reader:
                 return False
         return True
 
-    def object(self, value: Any, method: Any) -> bool:
-        """A layer, or another object of a user's class, of which `method` is called; None: the object itself."""
+    def object(self, value: Any, called: Any) -> bool:
+        """An object of a user's class, such as a layer, of which the method `called` runs; None: its own call."""
         kind = type(value)
         classes = [vars(base) for base in layers(kind)]
-        if not classes or not (method is None or type(method) is FunctionType):
+        if not classes or not (called is None or type(called) is FunctionType):
             return False
-        plan, state = _plan(kind, method, tuple([tuple(held) for held in classes])), getattr(value, "__dict__", None)
+        plan, state = _plan(kind, called, tuple([tuple(held) for held in classes])), getattr(value, "__dict__", None)
         if plan is None or state is None:
             return False
         groups = [state]
@@ -138,8 +138,8 @@ class _Reader:
             groups += [state["_parameters"], state["_buffers"], state["_modules"]]
         self.constants.append(id(kind))
         self.held.append(kind)
-        for held, name, one, code in plan.methods:
-            if held.get(name) is not one or one.__code__ is not code or not self.function(one, 0):
+        for method in plan.methods:
+            if not method.is_current() or not self.function(method.function, 0):
                 return False
         parts = []
         for name in plan.names:
@@ -152,16 +152,27 @@ class _Reader:
         return self.values(parts, 0)
 
 
+class _Method(NamedTuple):
+    attributes: Mapping[str, Any]  # of the class that holds it
+    name: str
+    function: FunctionType
+    code: CodeType
+
+    def is_current(self) -> bool:
+        """Whether the class still holds it, with the same code."""
+        return self.attributes.get(self.name) is self.function and self.function.__code__ is self.code
+
+
 class _Plan(NamedTuple):
     """What a method of a class reads."""
 
-    methods: tuple[tuple[Mapping[str, Any], str, FunctionType, CodeType], ...]  # (attributes that hold it, name, ...)
+    methods: tuple[_Method, ...]  # the method, and those that it may call
     names: tuple[str, ...]  # of attributes of the object: all that a method of the class names
     is_layer: bool
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(kind: type, method: FunctionType | None, attributes: tuple) -> _Plan | None:
+def _plan(kind: type, called: FunctionType | None, attributes: tuple) -> _Plan | None:
     """None for a class whose objects are read by `captures`: with slots, operators, properties, other descriptors,
     values of the class itself, a base that is no user's, attributes whose names are computed.
 
@@ -177,12 +188,16 @@ def _plan(kind: type, method: FunctionType | None, attributes: tuple) -> _Plan |
         return None
     if is_layer and any(CALL in held for held in classes):
         return None
-    names = dict.fromkeys(("forward" if is_layer else CALL, *(names_in(method.__code__) if method else ())))
-    waiting, methods = list(names), []
-    if method is not None:
-        methods += [(held, name, one, one.__code__) for held in classes for name, one in held.items() if one is method]
-        if not methods:
-            return None
+    names = dict.fromkeys(("forward" if is_layer else CALL, *(names_in(called.__code__) if called else ())))
+    waiting = list(names)
+    methods = [
+        _Method(held, name, called, called.__code__)
+        for held in classes
+        for name, one in held.items()
+        if called is not None and one is called
+    ]
+    if called is not None and not methods:
+        return None
     while waiting:
         name = waiting.pop()
         for held in classes:
@@ -190,7 +205,7 @@ def _plan(kind: type, method: FunctionType | None, attributes: tuple) -> _Plan |
                 one = held[name]
                 if type(one) is not FunctionType:
                     return None
-                methods.append((held, name, one, one.__code__))
+                methods.append(_Method(held, name, one, one.__code__))
                 further = [each for each in names_in(one.__code__) if each not in names]
                 names |= dict.fromkeys(further)
                 waiting += further
