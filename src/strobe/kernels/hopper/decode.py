@@ -86,10 +86,9 @@ class DecodeState:
     """What a step of the mainloop hands the next."""
 
     pages: gl.tuple  # PrefetchedPages
-    softmax: (
-        gl.tuple
-    )  # SoftmaxState; row_sum is [keys, queries]: each thread sums its own keys; `decode_tall`: [queries]
-    o: gl.tensor  # O^T [D_v, queries] float32; `decode_tall`: O
+    # SoftmaxState; row_sum is [keys, queries], since each thread sums its own keys, and [queries] in `decode_tall`
+    softmax: gl.tuple
+    o: gl.tensor  # O^T [D_v, queries] float32; O in `decode_tall`
     stage: gl.tensor
 
 

@@ -98,9 +98,9 @@ class DecodeTraits(Constants, Traits, HookConstants):
 
     @property
     def queries_as_rows(self) -> bool:
-        """Whether queries are the rows of products (`decode_tall`), instead of keys. Not with `in_order`, since the
-        batch-invariant forward gives a row the bits of its decode. 8-bit keys become 16-bit ones in registers, on their
-        way to a product whose rows they are.
+        """Whether queries are the rows of products (`decode_tall`), instead of keys. Not with `in_order`: the
+        batch-invariant forward, whose bits a decode has, has keys as rows. Not with 8-bit keys: they are converted in
+        registers, and wgmma reads only the operand that has the rows from there.
         """
         return self.block_m == MOST_ROWS and not (self.fp8 or self.in_order)
 
