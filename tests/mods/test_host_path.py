@@ -14,8 +14,10 @@ from strobe.kernels.device.mask_blocks import while_kept
 from strobe.kernels.runtime.launch_cache import CACHE
 from strobe.ops import attention, builtin_masks, mods_paged, repeated
 from strobe.ops import mods as ops_mods
+from strobe.problem import torch_private
 from strobe.problem.call import Call
 from strobe.problem.mods import Mods, ModTexts
+from strobe.selection import replay
 from strobe.testing.mods import Functions, dense
 
 
@@ -341,6 +343,33 @@ def test_a_repeated_call_with_a_function_is_found_and_follows_every_change(kind,
         same_as_without_a_cache(4, int(reads_ids))
         inputs[0] = inputs[0].detach()
         same_as_without_a_cache(4, int(gradient))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_repeated_call_looks_for_its_launch_where_a_first_one_leaves_it(kind, monkeypatch):
+    """On a miss both keys are looked up: that of the path without a Call, and `forward_addresses`."""
+    inputs, tensors, keys, made = _tensors(), [OF_SCORES, IDS], [], {}
+
+    class Launches(dict):
+        def get(self, key, default=None):
+            keys.append(key)
+            return default
+
+    class OfAnyPlan(dict):
+        def get(self, number, default=None):
+            return Launches({(): None})
+
+    def same_place(shape, strides, dtype):
+        return made.setdefault((shape, strides, dtype), torch.empty_strided(shape, strides, dtype=dtype))
+
+    with CACHE.emptied():
+        first = strobe.attention(*inputs, **KINDS[kind](tensors, 3))
+        monkeypatch.setattr(CACHE, "launches", OfAnyPlan({0: {}}))
+        monkeypatch.setattr(torch_private, "cuda_current_device", inputs[0].get_device)
+        for module in (replay, ops_mods):
+            monkeypatch.setattr(module, "empty_here", same_place)
+        assert torch.equal(strobe.attention(*inputs, **KINDS[kind](tensors, 3)), first)
+    assert len(keys) == 2 and keys[0] == keys[1] and len(keys[0]) >= 5
 
 
 def test_a_repeated_call_gives_gradients_of_what_a_score_captures():

@@ -16,7 +16,7 @@ from ..env import ENV
 from ..errors import InvalidProblem, UnsupportedProblem
 from ..kernels.protocol import Backward, Forward, Plan
 from ..kernels.runtime import launch_errors
-from ..kernels.runtime.launch_cache import CACHE, DIRECT, KEYWORDS, OP, backward_addresses
+from ..kernels.runtime.launch_cache import CACHE, DIRECT, KEYWORDS, OP, backward_addresses, optional_addresses
 from ..kernels.runtime.workspace import allocate, cut, empty_here, pieces
 from ..problem import torch_private
 from ..problem.call import FIELD_KINDS, OPTIONAL_TENSORS, SCALARS, Call, check, check_spans
@@ -115,7 +115,8 @@ def write(choice: Choice[Problem], call: Call, out: Tensor, lse: Tensor) -> None
 def forward_directly(call: Call, choice: Choice[Problem] | None = None) -> tuple[Tensor, Tensor]:
     """The body of the forward op: replays a cached launch if there is one."""
     choice = choice or decide(call)
-    return replay_forward(choice, *call[:3], () if call.plain else call.optionals) or _allocate_and_write(call, choice)
+    beside = () if call.plain else optional_addresses(call.optionals)
+    return replay_forward(choice, *call[:3], beside) or _allocate_and_write(call, choice)
 
 
 def _allocate_and_write(call: Call, choice: Choice[Problem]) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.runtime.launch_cache import CACHE, DIRECT, FUNCTIONS, addresses_of_mods, backward_addresses_of
+from ..kernels.runtime.launch_cache import (
+    CACHE,
+    DIRECT,
+    FUNCTIONS,
+    addresses_of_captures,
+    addresses_of_mods,
+    backward_addresses_of,
+    optional_addresses,
+)
 from ..kernels.runtime.workspace import empty_here, pieces
 from ..mods.mask import MaskMod
 from ..mods.score import ScoreMod
@@ -28,7 +36,7 @@ from ..problem.mask import Mask
 from ..problem.mods import Mods, ModTexts
 from ..problem.problem import Problem
 from ..problem.torch_state import unseen_mode_active
-from ..selection.replay import launches_here
+from ..selection.replay import launches_here, replay_forward
 from ..selection.select import Choice
 from . import attention, mods, ordered_gradients
 from .builtin_masks import simplified
@@ -122,18 +130,37 @@ class Entry(NamedTuple):
             choice.backward is not None and ordered_gradients.are_apart(choice, modified),
         )
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor]) -> Call | None:
-        """The simplified call of these tensors; None if `optionals` belong to other contents or to another stream."""
-        optionals: Sequence[Any] = _NO_OPTIONALS
-        if self.optionals:
-            for n, tensor, version in self.watched:
-                if tensor() is not captured[n] or captured[n]._version != version:
-                    return None
-            if self.stream != _stream_of(q) or (q.is_cuda and torch_private.cuda_is_capturing()):
+    def current_optionals(self, q: Tensor, captured: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
+        """The optional tensors; None if they belong to other contents or to another stream."""
+        if not self.optionals:
+            return _NO_OPTIONALS
+        for n, tensor, version in self.watched:
+            if tensor() is not captured[n] or captured[n]._version != version:
                 return None
-            optionals = [None if one is None else one() for one in self.optionals]
-            if any([now is None and one is not None for now, one in zip(optionals, self.optionals)]):
-                return None
+        if self.stream != _stream_of(q) or (q.is_cuda and torch_private.cuda_is_capturing()):
+            return None
+        optionals = [None if one is None else one() for one in self.optionals]
+        if any([now is None and one is not None for now, one in zip(optionals, self.optionals)]):
+            return None
+        return optionals
+
+    def replayed(
+        self, q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor], optionals: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor] | None:
+        """out and lse by a launch that has run at these addresses; None without one."""
+        beside = optional_addresses(optionals) if self.optionals else ()
+        if self.texts is not None:
+            mask_tensors = [captured[n] for n in self.mask_at]
+            read = [captured[n] for n in self.score_at] + mask_tensors
+            numbers = *self.numbers[0], *self.numbers[1], _WITHOUT_MORE.dropout_p
+            of_mods = addresses_of_captures(read, mask_tensors, (_WITHOUT_MORE.max_scores,), numbers)
+            beside = *(beside or _NO_ADDRESSES), *of_mods
+        return replay_forward(self.choice, q, k, v, beside)
+
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor], optionals: Sequence[Tensor | None]
+    ) -> Call:
+        """The simplified call of these tensors."""
         modified = None
         if self.texts is not None:
             tensors = tuple([captured[n] for n in self.score_at]), tuple([captured[n] for n in self.mask_at])
@@ -142,6 +169,8 @@ class Entry(NamedTuple):
 
 
 _NO_OPTIONALS = (None,) * len(Call._fields[OPTIONAL_TENSORS])
+_NO_ADDRESSES = optional_addresses(_NO_OPTIONALS)
+_WITHOUT_MORE = Mods(ModTexts())  # dropout and max_scores do not come here
 
 
 def _stream_of(q: Tensor) -> int:
@@ -154,10 +183,14 @@ def run(q: Tensor, k: Tensor, v: Tensor, reading: Reading) -> Tensor | None:
         return None
     tensors = (q, k, v, *reading.tensors)
     entry: Entry | None = CACHE.lookup(FUNCTIONS, tensors, reading.key)
-    call = None if entry is None else entry.call(q, k, v, reading.tensors)
-    if entry is None or call is None:
+    optionals = None if entry is None else entry.current_optionals(q, reading.tensors)
+    if entry is None or optionals is None:
         return None
-    return _apply(entry, call, *tensors) if entry.choice.problem.needs_grad else _forward(entry.choice, call)[0]
+    return (
+        _apply(entry, optionals, *tensors)
+        if entry.choice.problem.needs_grad
+        else _forward(entry, optionals, tensors)[0]
+    )
 
 
 def attend(call: Call, score: object, mask: Mask | None, reading: Reading) -> Tensor:
@@ -179,19 +212,24 @@ def _insert(call: Call, reading: Reading) -> None:
         CACHE.insert(FUNCTIONS, (*call[:3], *reading.tensors), reading.key, entry)
 
 
-def _forward(choice: Choice[Problem], call: Call) -> tuple[Tensor, Tensor]:
+def _forward(entry: Entry, optionals: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """out and lse. tensors: q, k, v and what the functions capture."""
+    q, k, v, *captured = tensors
+    replayed = entry.replayed(q, k, v, captured, optionals)
+    if replayed is not None:
+        return replayed
+    call = entry.call(q, k, v, captured, optionals)
     if call.mods is None:
-        return attention.forward_directly(call, choice)
-    return mods.run_directly(choice, call, call.mods)[:2]
+        return attention.forward_directly(call, entry.choice)
+    return mods.run_directly(entry.choice, call, call.mods)[:2]
 
 
 class _Repeated(torch.autograd.Function):
     """Autograd of a call that was made before. It returns out alone."""
 
     @staticmethod
-    def forward(ctx, entry, call, *tensors):
-        out, lse = _forward(entry.choice, call)
-        optionals = call.optionals
+    def forward(ctx, entry, optionals, *tensors):
+        out, lse = _forward(entry, optionals, tensors)
         ctx.save_for_backward(out, lse, *tensors, *[one for one in optionals if one is not None])
         ctx.plan = entry, [one is not None for one in optionals], len(tensors)
         ctx.set_materialize_grads(False)

@@ -38,19 +38,21 @@ def replay(plan: Plan, call: Call, out: Tensor, lse: Tensor) -> bool:
 
 
 def replay_forward(
-    choice: Choice[Any], q: Tensor, k: Tensor, v: Tensor, optionals: Sequence[Tensor | None] = ()
+    choice: Choice[Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beside: tuple = (),
 ) -> tuple[Tensor, Tensor] | None:
-    """out and lse of a replayed launch; None if there is none. optionals: Call.optionals of a call that is not
-    plain.
+    """out and lse of a replayed launch; None if there is none. beside: what `forward_addresses` of a call that is not
+    plain has behind those of q, k, v, out and lse.
     """
     launches = CACHE.launches.get(choice.forward.number)
     if not launches or ENV.sync or q.get_device() != torch_private.cuda_current_device():  # `launches_here`, inlined
         return None
     out, lse = [empty_here(*kind) for kind in choice.problem.outputs]
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()  # as `forward_addresses`
-    if optionals:
-        addresses = *addresses, *[0 if tensor is None else tensor.data_ptr() for tensor in optionals]
-    launch = launches.get(addresses)
+    launch = launches.get((*addresses, *beside))
     return (out, lse) if launch is not None and launch() else None
 
 

@@ -204,7 +204,11 @@ def forward_addresses(call: Call, out: Tensor, lse: Tensor) -> tuple[int, ...]:
     held = (call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), out.data_ptr(), lse.data_ptr())
     if call.plain:
         return held
-    return *held, *[0 if t is None else t.data_ptr() for t in call.optionals], *addresses_of_mods(call.mods)
+    return *held, *optional_addresses(call.optionals), *addresses_of_mods(call.mods)
+
+
+def optional_addresses(optionals: Iterable[Tensor | None]) -> tuple[int, ...]:
+    return tuple([0 if tensor is None else tensor.data_ptr() for tensor in optionals])
 
 
 def decode_addresses(call: DecodeCall | PagedCall, *written: int) -> tuple:
@@ -227,15 +231,22 @@ def backward_addresses(call: Call, t: Backward, scratch: Iterable[Tensor]) -> tu
 
 
 def addresses_of_mods(mods: Mods | None) -> tuple:
-    """Addresses of captured tensors, values of captured numbers, and versions of the tensors that a mask captures,
-    because lists of blocks are computed from them.
-    """
+    """The part of a launch's key that stands for a call's functions."""
     if mods is None:
         return ()
     numbers = *mods.score_numbers, *mods.mask_numbers, mods.dropout_p
-    versions = [0 if tensor.is_inference() else tensor._version for tensor in mods.mask_tensors]
-    written = [0 if tensor is None else tensor.data_ptr() for tensor in (*mods.gradients, mods.max_scores)]
-    return *[tensor.data_ptr() for tensor in mods.read], *written, *versions, *numbers
+    return addresses_of_captures(mods.read, mods.mask_tensors, (*mods.gradients, mods.max_scores), numbers)
+
+
+def addresses_of_captures(
+    read: Iterable[Tensor], mask_tensors: Iterable[Tensor], written: Iterable[Tensor | None], numbers: tuple
+) -> tuple:
+    """`addresses_of_mods` from its parts: addresses of captured tensors, values of captured numbers, and versions of
+    the tensors that a mask captures, because lists of blocks are computed from them.
+    """
+    versions = [0 if tensor.is_inference() else tensor._version for tensor in mask_tensors]
+    outputs = [0 if tensor is None else tensor.data_ptr() for tensor in written]
+    return *[tensor.data_ptr() for tensor in read], *outputs, *versions, *numbers
 
 
 def backward_addresses_of(held: Iterable[Tensor | None], delta: int, dout: Tensor, out: Tensor) -> tuple:
