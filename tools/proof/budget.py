@@ -207,7 +207,7 @@ LEDGER: tuple[Allowance, ...] = (
     Allowance("decode_kernel", "paged d256 float8, 8 *, score_mod *", "sm_90", 124, _TALL, family="hopper.decode"),
     Allowance("decode_kernel", "paged d* float8 prefill*", "sm_90", 92, _TALL_OF_8_BITS, family="hopper.decode"),
     Allowance("forward_kernel", "paged d128 prefill, mask_mod", "sm_90", 376, _MASKED, family="hopper.decode"),
-    Allowance("forward_kernel", "paged d128 float8 prefill", "sm_90", 32, _CONVERTED, family="hopper.decode"),
+    Allowance("forward_kernel", "paged d128 float8 prefill", "sm_90", 48, _CONVERTED, family="hopper.decode"),
     Allowance("forward_kernel", "paged d128 float8 prefill, *", "sm_90", 16, _MASKED, family="hopper.decode"),
     Allowance(
         "forward_kernel", "paged d64 float8 prefill, pages of 1", "sm_90", 32, _CONVERTED, family="hopper.decode"
