@@ -227,6 +227,19 @@ def test_only_tiles_that_cannot_be_mended_come_back():
     assert landed[plain] < landed[one_key] < landed[from_too_far_below]
 
 
+def test_of_many_keys_the_last_sixteenth_is_looked_at():
+    """A key that stands out by 130 powers of two does not make the tile come back if it is among these."""
+    landed = []
+    for keys_from_the_end in (None, 200, 300):
+        call = _built(_case("long", 64, 4096, head_dim=128), from_too_far_below, "cpu")
+        key = call.k.select(-3, _keys(call) // 2)
+        if keys_from_the_end is not None:
+            call.k.select(-3, _keys(call) - keys_from_the_end).copy_(key)
+        key.copy_(call.k.select(-3, 1))
+        landed.append(simulated(call, H200)[1].stats["landed"])
+    assert landed[0] == landed[1] < landed[2]
+
+
 @pytest.mark.nightly_cases(
     "a_key_of_all-dtype1", "all_rows-dtype0", "from_farther_below-dtype0", "from_farther_below-dtype1"
 )
