@@ -4,15 +4,17 @@ A function is identified by its code and by what it captures: of tensors the met
 else the value. So two closures of one code over other tensors are the same function, and are traced once.
 
 Of a module or a class that a function names, the attributes count that the function's code names, and of an object the
-methods, with what these read. An object that can change without a trace of it here (an iterator) makes a key that
-equals no other.
+methods, with what these read. An object that can change without a trace of it here (an iterator, a dictionary's view)
+makes a key that equals no other.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextvars import ContextVar
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -20,9 +22,12 @@ from types import (
     CodeType,
     FunctionType,
     GetSetDescriptorType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
+    NoneType,
 )
 from typing import Any, NamedTuple, cast
 
@@ -31,8 +36,9 @@ from torch import Tensor
 
 Names = tuple[str, ...]  # of globals and attributes in code that may read a value
 CALL = "__call__"  # among Names: the value may be called
-# marks in a path: an attribute of a base that a subclass overrides, and one of a class that the object hides
-OVERRIDDEN, HIDDEN = " of ", " in the class"
+# marks in a path: an attribute of a base that a subclass overrides, one of a class that the object hides, and one of a
+# function
+OVERRIDDEN, HIDDEN, OWN = " of ", " in the class", " of the function itself"
 
 
 class Captured(NamedTuple):
@@ -68,6 +74,9 @@ class _Walk:
     def key(self, value: Any, path: str, names: Names) -> Hashable:
         if isinstance(value, Tensor):
             return self._tensor(value)
+        if _changes_unseen(value):
+            self.lasts = False
+            return _Same(object())
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if OVERRIDDEN in path or isinstance(value, Enum):  # code may compare an enumeration's number by `is`
                 return type(value), repr(value)
@@ -115,24 +124,46 @@ class _Same:
         return isinstance(other, _Same) and other.value is self.value
 
 
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()), MappingProxyType, weakref.ref, ContextVar)
+_BUILT_IN = (int, float, str, bytes, tuple, list, deque, dict, set, frozenset)
+
+
+def _changes_unseen(value: Any) -> bool:
+    """Whether nothing here tells that it has changed: a view of another object, a function that keeps results, an
+    object of a class that derives from a built-in type and has attributes.
+    """
+    if isinstance(value, (*_VIEWS, functools._lru_cache_wrapper)):
+        return True
+    held = getattr(value, "__dict__", None) if isinstance(value, _BUILT_IN) and not isinstance(value, Enum) else None
+    return bool(held) and held is not value  # a dictionary whose items are its attributes
+
+
 def is_opaque(value: object) -> bool:
     """Whether it is known by its identity alone: a module, a class, or a function of a library."""
-    return isinstance(value, (ModuleType, BuiltinFunctionType, type)) or _is_library(value)
+    if isinstance(value, BOUND):
+        return not is_bound(value)
+    return isinstance(value, (ModuleType, type)) or _is_library(value)
+
+
+BOUND = (BuiltinFunctionType, MethodWrapperType)
+
+
+def is_bound(function: Any) -> bool:
+    """Whether a built-in function is the method of an object, such as the `get` of a dictionary."""
+    return not isinstance(function.__self__, (ModuleType, type, NoneType))
 
 
 def _is_library(value: object) -> bool:
     """Whether it is a function of torch or of Python that captures nothing. torch makes closures of users' functions,
     too: and_masks, PagedAttention.get_mask_mod.
     """
-    module = getattr(value, "__module__", None) or ""
-    return (
-        isinstance(value, FunctionType)
-        and value.__closure__ is None
-        and module.partition(".")[0] in ("torch", "math", "builtins")
-    )
+    if not isinstance(value, FunctionType) or value.__closure__ is not None:
+        return False
+    home = value.__globals__.get("__name__") or ""  # functools.wraps copies __module__
+    return home.partition(".")[0] in ("torch", "math", "builtins")
 
 
-_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+_FUNCTIONS = (FunctionType, MethodType, *BOUND, functools.partial)
 _CONTAINERS = (tuple, list, deque, dict)
 _LIBRARIES = ("torch", "numpy", "math", "builtins", "strobe", "enum", "typing")
 
@@ -186,6 +217,9 @@ def parts_of(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
         inner = _names_of(value.__func__, names)
         yield "self", value.__self__, inner
         yield "function", value.__func__, inner
+    elif isinstance(value, BOUND):
+        yield "self", value.__self__, names
+        yield "name", value.__name__, ()
     elif isinstance(value, functools.partial):
         inner = _names_of(value.func, names)
         yield "function", value.func, names
@@ -220,27 +254,31 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any, Names
     for name in names_in(code):
         if name in scope:
             found.append((name, scope[name]))
-        elif name in own:
-            found.append((name, own[name]))
+    found += [(f"{name}{OWN}", one) for name, one in own.items()]
     has_objects = any([not (_is_simple(one) or (is_opaque(one) and not has_named_parts(one))) for _, one in found])
     names = reads(function) if has_objects else ()
     yield from ((name, one, names) for name, one in found)
 
 
 def _parts_of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
-    """Of a callable object the attributes that its methods or `names` name, of a record all; and the methods."""
+    """Of a callable object the attributes that its methods or `names` name, of a record all, of a container of torch.nn
+    its members; and the methods.
+    """
     kind = type(value)
     found, named = definitions(kind, (*names, *operators(kind, CALL in names)))
     own = _names_in_methods(kind) | named
     is_called, readers, held = callable(value), tuple(own), attributes(value)
+    members = {**value._parameters, **value._modules} if isinstance(value, _OF_MEMBERS) else {}
     for name, one in held.items():
-        if not is_called or name in own or (name in OF_LAYERS and one):
+        if not is_called or name in own or name in members or (name in OF_LAYERS and one):
             yield name, one, readers
     for label, one in found.items():
         if label not in held or label in getattr(value, "__dict__", ()):
             yield f"{label}{HIDDEN}" if label in held else label, undescribed(one), readers
 
 
+_nn = torch.nn
+_OF_MEMBERS = (_nn.Sequential, _nn.ModuleList, _nn.ModuleDict, _nn.ParameterList, _nn.ParameterDict)  # read by number
 # of a layer; a call reads them
 OF_LAYERS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -323,20 +361,46 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 
 def reads(function: FunctionType) -> Names:
-    """The names in a function's code and in that of functions that it names, which may get what it reads."""
+    """The names in a function's code and in that of functions and methods within its reach, which may get what it
+    reads.
+    """
     found: dict[str, None] = {}
-    waiting, met = [function], set()
+    waiting: list[Any] = [function]
+    met: set[int] = set()
     while waiting:
         one = waiting.pop()
-        if one.__code__ in met:
+        if id(one) in met or _is_simple(one):
             continue
-        met.add(one.__code__)
-        names = names_in(one.__code__)
-        found |= dict.fromkeys(names)
-        inner = [one.__globals__.get(name) for name in names]
-        inner += [cell.cell_contents for cell in one.__closure__ or () if is_filled(cell)]
-        waiting += [each for each in inner if isinstance(each, FunctionType) and not _is_library(each)]
+        met.add(id(one))
+        if isinstance(one, FunctionType) and not _is_library(one):
+            found |= dict.fromkeys(names_in(one.__code__))
+        waiting += _within_reach(one)
     return *found, CALL
+
+
+def _within_reach(value: Any) -> list[Any]:
+    """What a function or a method may call, and what may be the object of a method that it calls."""
+    if isinstance(value, FunctionType):
+        if _is_library(value):
+            return []
+        names, scope = names_in(value.__code__), value.__globals__
+        reached = [scope[name] for name in names if name in scope]
+        reached += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+        reached += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for module in [one for one in reached if isinstance(one, ModuleType) and has_named_parts(one)]:
+            reached += [vars(module)[name] for name in names if name in vars(module)]
+        return reached
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, _CONTAINERS):
+        return list(value.values()) if isinstance(value, dict) else list(value)
+    if isinstance(value, (ModuleType, type)):
+        return []
+    methods = [undescribed(one) for base in layers(type(value)) for one in vars(base).values()]
+    own = [one for one in getattr(value, "__dict__", {}).values() if isinstance(one, (*_FUNCTIONS, *_CONTAINERS))]
+    return [one for one in methods if isinstance(one, FunctionType)] + (own if methods else [])
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .program import BOOL, FLOAT, INT, Builder, Captured, Program, Scatter, is_int32, kind_of
-from .record import INPUT, TENSOR, Graph, Node
+from .record import CONSTANT, INPUT, TENSOR, UNFOUND, Graph, Node
 from .rules import RULES, SAME, Number, Refused
 from .symbols import NARROW
 
@@ -59,6 +59,8 @@ class Lowering:
         for node in graph.nodes:
             if node.kind == INPUT:
                 self.values[node] = self.p.input(next(unnamed))
+            elif node.kind == CONSTANT:
+                self.values[node] = self._constant(node.target)
             else:
                 self.values[node] = self._captured(node.target) if node.kind == TENSOR else self._call(node)
 
@@ -69,10 +71,13 @@ class Lowering:
         for n, one in enumerate(self.captures.numbers):
             if one is tensor:
                 return self.p.number(kind_of(tensor.dtype), n)
-        if tensor.dim() == 0 and not tensor.is_meta:  # torch.tensor(3.0) within the function
-            return self.p.const(tensor.item(), kind_of(tensor.dtype))
-        what = f"makes a tensor of shape {list(tensor.shape)}, or reads one where strobe does not find it"
-        raise Refused(f"{what}; make it before, and read it from a closure", "tensor")
+        raise Refused(f"reads {UNFOUND}", "tensor")
+
+    def _constant(self, tensor: Tensor) -> int:
+        if tensor.dim() > 0:
+            what = f"makes a tensor of shape {list(tensor.shape)}"
+            raise Refused(f"{what}; make it before, and read it from a closure", "tensor")
+        return self.p.const(tensor.item(), kind_of(tensor.dtype))
 
     # ------------------------------------------------------------ operands
 

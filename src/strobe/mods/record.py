@@ -15,11 +15,19 @@ from torch import Tensor
 from ..problem.torch_private import RecordingMode
 from .rules import Refused
 
-INPUT, TENSOR, CALL = "input", "tensor", "call"
+INPUT, TENSOR, CONSTANT, CALL = "input", "tensor", "constant", "call"
+
+
+UNFOUND = (
+    "a tensor where strobe does not find it (in a container of torch.nn, in a set, by a computed name); read it from a "
+    "closure or an attribute"
+)
 
 
 class Node:
-    """A value of a graph. `target` is the aten operation of a CALL, and the captured or constant tensor of a TENSOR."""
+    """A value of a graph. `target` is the aten operation of a CALL, and the tensor of a TENSOR, which was there before,
+    and of a CONSTANT, which the function made from numbers.
+    """
 
     __slots__ = ("args", "kind", "kwargs", "target", "value")
 
@@ -65,8 +73,12 @@ class _Recorder(RecordingMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function is torch.ops.aten.lift_fresh.default:  # torch.tensor(3.0)
+            self.node_of(args[0], CONSTANT)
         given, named = self._as_nodes(args), {name: self._as_nodes(one) for name, one in kwargs.items()}
         result = _result(function, args, kwargs)
+        if function is torch.ops.aten._local_scalar_dense.default and given[0].kind == TENSOR:
+            raise Refused(f"reads the value of {UNFOUND}", "item")
         if function._schema.is_mutable:
             self._mark_stale(function, result)
         node = Node(CALL, function, given, named, result)
@@ -98,14 +110,14 @@ class _Recorder(RecordingMode):
             self.nodes.append(node)
         self._last[id(tensor)] = node
 
-    def node_of(self, tensor: Tensor) -> Node:
+    def node_of(self, tensor: Tensor, kind: str = TENSOR) -> Node:
         if id(tensor) in self._stale:
             operation = self._stale[id(tensor)]
             name = operation.removeprefix("aten.").partition(".")[0].removesuffix("_")
             raise Refused(f"reads a tensor after {operation} wrote to a view of it", name)
         known = self._last.get(id(tensor))
         if known is None:
-            known = Node(TENSOR, tensor, (), {}, tensor)
+            known = Node(kind, tensor, (), {}, tensor)
             self.add(known, tensor)
         return known
 

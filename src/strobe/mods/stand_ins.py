@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from .captures import (
+    BOUND,
     CALL,
     HIDDEN,
     OVERRIDDEN,
+    OWN,
     Names,
     definitions,
     has_named_parts,
@@ -81,6 +83,8 @@ def _rebuilt(value: Any, new: Mapping[str, Any], changed: Mapping[str, Any]) -> 
         return _derived(value, changed)
     if isinstance(value, MethodType):
         return MethodType(new["function"], new["self"])
+    if isinstance(value, BOUND):
+        return getattr(new["self"], value.__name__)
     if isinstance(value, functools.partial):
         return functools.partial(new["function"], *new["arguments"], **new["keywords"])
     if isinstance(value, dict):
@@ -112,8 +116,8 @@ def _replaced_function(
     for name in names_in(code):
         if name in scope:
             scope[name] = new[name]
-        elif name in copy.__dict__:
-            copy.__dict__[name] = new[name]
+    for name in copy.__dict__:
+        copy.__dict__[name] = new[f"{name}{OWN}"]
     if all(new[name] is part for name, part, _ in old):
         made[id(function)] = function
     return made[id(function)]

@@ -9,7 +9,7 @@ gradients, autograd gets the call as one argument instead of 40.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -86,6 +86,19 @@ def read(
     return Reading((causal, scale, deterministic, score_key, mask_key), held, tensors, count)
 
 
+class Watched(NamedTuple):
+    """A captured tensor from whose contents something was computed."""
+
+    position: int
+    tensor: weakref.ref[Tensor]
+    version: int
+    address: int  # `tensor.data = other` changes no version
+
+    def is_same(self, captured: Sequence[Tensor]) -> bool:
+        now = captured[self.position]
+        return self.tensor() is now and now._version == self.version and now.data_ptr() == self.address
+
+
 class Entry(NamedTuple):
     """A call with functions without its tensors, and its Choice."""
 
@@ -98,7 +111,7 @@ class Entry(NamedTuple):
     score_at: tuple[int, ...]  # positions among the captured tensors
     mask_at: tuple[int, ...]
     numbers: tuple[tuple[float, ...], tuple[float, ...]]
-    watched: tuple[tuple[int, weakref.ref[Tensor], int], ...]  # position, tensor and version that gave `optionals`
+    watched: tuple[Watched, ...]  # what gave `optionals`
     stream: int  # on which `optionals` were computed
     rest: tuple  # Call.tensors_and_rest's second part
     is_ordered: bool  # ops.ordered_gradients computes these
@@ -124,7 +137,7 @@ class Entry(NamedTuple):
             tuple(position[id(tensor)] for tensor in modified.score_tensors),
             tuple(position[id(tensor)] for tensor in modified.mask_tensors),
             (modified.score_numbers, modified.mask_numbers),
-            tuple((n, weakref.ref(tensor), tensor._version) for n, tensor in masks),
+            tuple(Watched(n, weakref.ref(tensor), tensor._version, tensor.data_ptr()) for n, tensor in masks),
             _stream_of(call.q),
             call.tensors_and_rest[1],
             choice.backward is not None and ordered_gradients.are_apart(choice, modified),
@@ -134,9 +147,8 @@ class Entry(NamedTuple):
         """The optional tensors; None if they belong to other contents or to another stream."""
         if not self.optionals:
             return _NO_OPTIONALS
-        for n, tensor, version in self.watched:
-            if tensor() is not captured[n] or captured[n]._version != version:
-                return None
+        if not all([one.is_same(captured) for one in self.watched]):
+            return None
         if self.stream != _stream_of(q) or (q.is_cuda and torch_private.cuda_is_capturing()):
             return None
         optionals = [None if one is None else one() for one in self.optionals]
@@ -230,8 +242,11 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, entry, optionals, *tensors):
         out, lse = _forward(entry, optionals, tensors)
-        ctx.save_for_backward(out, lse, *tensors, *[one for one in optionals if one is not None])
-        ctx.plan = entry, [one is not None for one in optionals], len(tensors)
+        q, k, v, *captured = tensors
+        kept = dict.fromkeys((*entry.score_at, *entry.mask_at))  # not what a mask was that is `optionals` now
+        given = [one for one in optionals if one is not None]
+        ctx.save_for_backward(out, lse, q, k, v, *given, *[captured[n] for n in kept])
+        ctx.plan = entry, [one is not None for one in optionals], len(captured), kept
         ctx.set_materialize_grads(False)
         return out
 
@@ -241,16 +256,17 @@ class _Repeated(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    entry, given, count = ctx.plan
-    out, lse, *saved = ctx.saved_tensors
-    (q, k, v, *captured), rest = saved[:count], iter(saved[count:])
+    entry, given, count, kept = ctx.plan
+    out, lse, q, k, v, *saved = ctx.saved_tensors
+    rest = iter(saved)
     optionals = [next(rest) if one else None for one in given]
+    captured = dict(zip(kept, rest))
     results = out, lse, torch.zeros_like(out) if dout is None else dout
     found = _replayed(entry, (q, k, v), captured, optionals, results)
     if found is None:
         found = _computed(entry, (q, k, v), captured, optionals, results)
     of_inputs, of_captured = found
-    gradients: list[Tensor | None] = [None, None, *of_inputs, *[None] * len(captured)]
+    gradients: list[Tensor | None] = [None, None, *of_inputs, *[None] * count]
     for n, gradient in zip(entry.score_at, of_captured):
         gradients[5 + n] = gradient
     return tuple(gradients)
@@ -260,7 +276,7 @@ _Found = tuple[Sequence["Tensor | None"], Sequence["Tensor | None"]]  # gradient
 
 
 def _computed(
-    entry: Entry, inputs: tuple, captured: Sequence[Tensor], optionals: Sequence[Tensor | None], results: tuple
+    entry: Entry, inputs: tuple, captured: Mapping[int, Tensor], optionals: Sequence[Tensor | None], results: tuple
 ) -> _Found:
     out, lse, dout = results
     fields: tuple = (*inputs, *entry.scalars, *optionals, *entry.longest)
@@ -278,7 +294,7 @@ def _computed(
 
 
 def _replayed(
-    entry: Entry, inputs: tuple, captured: Sequence[Tensor], optionals: Sequence[Tensor | None], results: tuple
+    entry: Entry, inputs: tuple, captured: Mapping[int, Tensor], optionals: Sequence[Tensor | None], results: tuple
 ) -> _Found | None:
     """`_computed` by a launch that has run at these addresses; None without one. As `selection.replay_backward`."""
     if torch.is_grad_enabled() or entry.is_ordered or unseen_mode_active(traced=False):
