@@ -129,8 +129,8 @@ _BUILT_IN = (int, float, str, bytes, tuple, list, deque, dict, set, frozenset)
 
 
 def _changes_unseen(value: Any) -> bool:
-    """Whether nothing here tells that it has changed: a view of another object, a function that keeps results, an
-    object of a class that derives from a built-in type and has attributes.
+    """Whether a key cannot show that it has changed: a view of another object, a function that keeps results, an object
+    of a class that derives from a built-in type and has attributes.
     """
     if isinstance(value, (*_VIEWS, functools._lru_cache_wrapper)):
         return True

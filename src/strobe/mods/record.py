@@ -19,8 +19,8 @@ INPUT, TENSOR, CONSTANT, CALL = "input", "tensor", "constant", "call"
 
 
 UNFOUND = (
-    "a tensor where strobe does not find it (in a container of torch.nn, in a set, by a computed name); read it from a "
-    "closure or an attribute"
+    "a tensor where strobe does not find it, for example in a set or by a computed name; read it from a closure or an "
+    "attribute"
 )
 
 

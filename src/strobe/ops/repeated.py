@@ -243,7 +243,7 @@ class _Repeated(torch.autograd.Function):
     def forward(ctx, entry, optionals, *tensors):
         out, lse = _forward(entry, optionals, tensors)
         q, k, v, *captured = tensors
-        kept = dict.fromkeys((*entry.score_at, *entry.mask_at))  # not what a mask was that is `optionals` now
+        kept = dict.fromkeys((*entry.score_at, *entry.mask_at))  # a mask's ids are not: `optionals` replace them
         given = [one for one in optionals if one is not None]
         ctx.save_for_backward(out, lse, q, k, v, *given, *[captured[n] for n in kept])
         ctx.plan = entry, [one is not None for one in optionals], len(captured), kept
