@@ -236,6 +236,15 @@ def _forward(entry: Entry, optionals: Sequence[Tensor | None], tensors: Sequence
     return mods.run_directly(entry.choice, call, call.mods)[:2]
 
 
+class _Saved(NamedTuple):
+    """What the tensors that a forward saved for its backward are: out, lse, q, k, v, the optional tensors, captures."""
+
+    entry: Entry
+    optionals: tuple[bool, ...]  # which are there
+    captured: tuple[int, ...]  # positions of those that a backward reads. Not a mask's ids, which `optionals` replace
+    count: int  # of all captured tensors
+
+
 class _Repeated(torch.autograd.Function):
     """Autograd of a call that was made before. It returns out alone."""
 
@@ -243,10 +252,10 @@ class _Repeated(torch.autograd.Function):
     def forward(ctx, entry, optionals, *tensors):
         out, lse = _forward(entry, optionals, tensors)
         q, k, v, *captured = tensors
-        kept = dict.fromkeys((*entry.score_at, *entry.mask_at))  # a mask's ids are not: `optionals` replace them
+        kept = tuple(dict.fromkeys((*entry.score_at, *entry.mask_at)))
         given = [one for one in optionals if one is not None]
         ctx.save_for_backward(out, lse, q, k, v, *given, *[captured[n] for n in kept])
-        ctx.plan = entry, [one is not None for one in optionals], len(captured), kept
+        ctx.saved = _Saved(entry, tuple([one is not None for one in optionals]), kept, len(captured))
         ctx.set_materialize_grads(False)
         return out
 
@@ -256,17 +265,18 @@ class _Repeated(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    entry, given, count, kept = ctx.plan
-    out, lse, q, k, v, *saved = ctx.saved_tensors
-    rest = iter(saved)
-    optionals = [next(rest) if one else None for one in given]
-    captured = dict(zip(kept, rest))
+    saved: _Saved = ctx.saved
+    entry = saved.entry
+    out, lse, q, k, v, *others = ctx.saved_tensors
+    rest = iter(others)
+    optionals = [next(rest) if one else None for one in saved.optionals]
+    captured = dict(zip(saved.captured, rest))
     results = out, lse, torch.zeros_like(out) if dout is None else dout
     found = _replayed(entry, (q, k, v), captured, optionals, results)
     if found is None:
         found = _computed(entry, (q, k, v), captured, optionals, results)
     of_inputs, of_captured = found
-    gradients: list[Tensor | None] = [None, None, *of_inputs, *[None] * count]
+    gradients: list[Tensor | None] = [None, None, *of_inputs, *[None] * saved.count]
     for n, gradient in zip(entry.score_at, of_captured):
         gradients[5 + n] = gradient
     return tuple(gradients)
