@@ -3,6 +3,8 @@ and to the compiler.
 """
 
 import re
+from functools import reduce
+from operator import xor
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from strobe.kernels.device.dialect import reinterpret
 from strobe.sim import simulate
+from strobe.sim.layouts import Layouts
 from tests.sim.places import PLACES, launch
 from tools.proof.compile import offline
 
@@ -96,28 +99,74 @@ def stored(kernel, x, *constants):
 
 
 @gluon.jit
-def pieces_of_two_ctas(x, out):
-    """x [128, 128], whose rows two CTAs divide, through registers in, through pieces of both out."""
-    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0], cga_layout=[[1, 0]])
-    row = gl.arange(0, 128, gl.SliceLayout(1, by_rows))[:, None]
-    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 128], gl.bfloat16, cga_layout=[[1, 0]])
-    tile = gl.allocate_shared_memory(gl.bfloat16, [128, 128], tile_layout)
-    tile.store(gl.load(x + row * 128 + gl.arange(0, 128, gl.SliceLayout(0, by_rows))[None, :]))
+def pieces_of_two_ctas(x, out, width: gl.constexpr, basis: gl.constexpr, pieces: gl.constexpr):
+    """x [128, width], which two CTAs divide, through registers in, through pieces of both out."""
+    registers: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0], cga_layout=[basis])
+    row = gl.arange(0, 128, gl.SliceLayout(1, registers))[:, None]
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, width], gl.bfloat16, cga_layout=[basis])
+    tile = gl.allocate_shared_memory(gl.bfloat16, [128, width], tile_layout)
+    tile.store(gl.load(x + row * width + gl.arange(0, width, gl.SliceLayout(0, registers))[None, :]))
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [1, 1, 1], [2, 1, 0], cga_layout=[[1, 0, 0]])
     pieces_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3, cga_layout=[[1, 0, 0]])
-    pieces = reinterpret(tile, gl.bfloat16, [16, 2, 8, 64], pieces_layout)
+    cut = reinterpret(tile, gl.bfloat16, [pieces, 2, 8, 64], pieces_layout)
     plane: gl.constexpr = gl.SliceLayout(2, layout)
     cta = gl.arange(0, 2, gl.SliceLayout(1, plane))[:, None]
     place = (cta * 8 + gl.arange(0, 8, gl.SliceLayout(0, plane))[None, :])[:, :, None] * 64
     place = place + gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :][None, :, :]
-    for piece in range(16):
-        gl.store(out + piece * 1024 + place, pieces.index(piece).load(layout))
+    for piece in range(pieces):
+        gl.store(out + piece * 1024 + place, cut.index(piece).load(layout))
+
+
+def cut_by_two_ctas(width: int, basis: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [128, width], and the pieces of both CTAs."""
+    pytest.importorskip("triton", minversion="3.9")
+    pieces = width // 8
+    x, out = torch.arange(128 * width).remainder(251).reshape(128, width).bfloat16(), torch.zeros(pieces, 2, 8, 64)
+    out = out.bfloat16()
+    with simulate("sm_100"):
+        pieces_of_two_ctas[(1,)](x, out, width, basis, pieces, num_warps=1, num_ctas=2)
+    return x, out
 
 
 def test_each_of_two_ctas_cuts_its_own_rows_into_pieces():
     """Piece n of CTA c is rows 8 (n % 8) of its 64 rows, in block n // 8 of the columns."""
-    pytest.importorskip("triton", minversion="3.9")
-    x, out = torch.arange(128 * 128).remainder(251).reshape(128, 128).bfloat16(), torch.zeros(16, 2, 8, 64).bfloat16()
-    with simulate("sm_100"):
-        pieces_of_two_ctas[(1,)](x, out, num_warps=1, num_ctas=2)
+    x, out = cut_by_two_ctas(128, (1, 0))
     assert torch.equal(out, x.reshape(2, 8, 8, 2, 64).permute(3, 1, 0, 2, 4).reshape(16, 2, 8, 64))
+
+
+def test_each_of_two_ctas_cuts_its_own_columns_into_pieces():
+    """Piece n of CTA c is rows 8 (n % 16), in block n // 16 of its 128 columns."""
+    x, out = cut_by_two_ctas(256, (0, 1))
+    assert torch.equal(out, x.reshape(16, 8, 2, 2, 64).permute(3, 0, 2, 1, 4).reshape(32, 2, 8, 64))
+
+
+@pytest.mark.parametrize("basis", [(1, 0), (0, 1)])
+def test_the_compiler_has_the_pieces_of_each_cta_in_the_same_place(basis):
+    """An offset in a CTA's memory holds the same element as a tile and as pieces."""
+    pytest.importorskip("triton", minversion="3.9")
+    width, by_rows = 256, basis == (1, 0)
+    tile = placed((128, width), gl.NVMMASharedLayout.get_default_for([128, width], gl.bfloat16, cga_layout=[basis]))
+    piece = placed((2, 8, 64), gl.NVMMASharedLayout(128, 16, 3, cga_layout=[(1, 0, 0)]))
+    pieces_of_a_block = 8 if by_rows else 16
+    for offset in range(0, 64 * width, 8):
+        number, within = divmod(offset, 8 * 64)
+        block, rows = divmod(number, pieces_of_a_block)
+        for cta in range(2):
+            held_by, row, column = piece(within, cta)
+            expected = [rows * 8 + row, block * 64 + column]
+            expected[0 if by_rows else 1] += cta * (64 if by_rows else width // 2)
+            assert held_by == cta and tile(offset, cta) == tuple(expected)
+
+
+def placed(shape, layout):
+    """(offset, CTA) -> the element there, by the compiler's linear layout of shared memory."""
+    layouts = Layouts(100, 1, 2)  # it owns what its builder uses
+    builder = layouts.builder
+    linear = builder.to_linear_layout(layout._to_ir(builder), list(shape))
+
+    def element(offset: int, cta: int) -> tuple[int, ...]:
+        bases = [basis for bit, basis in enumerate(linear.offset_bases) if offset >> bit & 1]
+        bases += linear.block_bases[:1] * cta
+        return tuple(reduce(xor, steps, 0) for steps in zip(*bases, [0] * len(shape)))
+
+    return element

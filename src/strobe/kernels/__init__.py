@@ -11,7 +11,7 @@ from importlib import import_module
 from .protocol import Kernel
 
 # Each family has a file kernel.py with FORWARD, BACKWARD, DECODE, PAGED and APPEND. It may lack some of them: blackwell
-# has no PAGED and no APPEND, and has BACKWARD_PAIR, a backward with pairs of CTAs, for calls that name it.
+# has no PAGED and no APPEND. It has BACKWARD_PAIR, a backward with pairs of CTAs for wide heads and calls that name it.
 FAMILIES = ("blackwell", "hopper", "portable", "cpu")
 
 

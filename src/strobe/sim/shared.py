@@ -188,10 +188,11 @@ class SharedMemory(Ctas):
     def create_memdesc_reinterpret(self, ty: Type, window: Window) -> Window:
         memory = window.memory
         source = window.view.shape, window.type.layout[0]
-        if ty.elem == window.elem and (
-            self._cut_by_ctas(ty, window) or self.layouts.pieces(ty.elem, *source, tuple(ty.shape), ty.layout[0])
-        ):
-            return Window(memory, Pieces(window.view.reshape(-1, window.view.shape[-1]), tuple(ty.shape)), ty.elem, ty)
+        if ty.elem == window.elem:
+            by_rows, by_columns = (self._cut_by_ctas(ty, window, dim) for dim in (-2, -1))
+            if by_rows or by_columns or self.layouts.pieces(ty.elem, *source, tuple(ty.shape), ty.layout[0]):
+                tile = window.view.reshape(-1, window.view.shape[-1])
+                return Window(memory, Pieces(tile, tuple(ty.shape), by_columns), ty.elem, ty)
         if memory.space == "tensor" or window.view.flags.c_contiguous:
             start, size = window.address - memory.base, int(np.prod(ty.shape)) * BYTES[ty.elem]
             # a view longer than its buffer is legal (it covers the next buffers); exceeding the allocation is a fault
@@ -209,15 +210,17 @@ class SharedMemory(Ctas):
             raise NotImplementedError(f"reinterpret of {window.label}: a view that is not contiguous")
         return Window(memory, view, ty.elem, ty)
 
-    def _cut_by_ctas(self, ty: Type, window: Window) -> bool:
-        """Whether CTAs that divide the rows of a tile [..., rows, columns] cut it into [n, CTAs, fewer rows, block]."""
+    def _cut_by_ctas(self, ty: Type, window: Window, divided: int) -> bool:
+        """Whether CTAs that divide the rows (-2) or the columns (-1) of a tile [..., rows, columns] cut it into
+        [n, CTAs, fewer rows, block].
+        """
         shape = tuple(ty.shape)
         if self.ctas == 1 or len(shape) != 4 or shape[1] != self.ctas or np.prod(shape) != window.view.size:
             return False
         pieces = shares.of_memory(self.layouts, shape, ty.layout[0])
         return all(
             share.size == self.ctas and {n for basis in share.bases for n, step in enumerate(basis) if step} == {dim}
-            for share, dim in ((self.share(window), len(window.view.shape) - 2), (pieces, 1))
+            for share, dim in ((self.share(window), len(window.view.shape) + divided), (pieces, 1))
         )
 
     def name_memory(self, name: str | None, value: object) -> None:

@@ -241,16 +241,19 @@ class Window:
 
 class Pieces:
     """A swizzled tile [rows, columns] in memory order: blocks of columns, cut into pieces [n, fewer rows, block]. Where
-    CTAs divide the rows, each cuts its own: [n, CTAs, fewer rows, block].
+    CTAs divide the rows, or the columns (`by_columns`), each cuts its own: [n, CTAs, fewer rows, block].
     """
 
-    def __init__(self, tile: np.ndarray, shape: tuple[int, ...]):
-        self.tile, self.shape = tile, shape
+    def __init__(self, tile: np.ndarray, shape: tuple[int, ...], by_columns: bool = False):
+        self.tile, self.shape, self.by_columns = tile, shape, by_columns
         self.nbytes, self.__array_interface__ = tile.nbytes, tile.__array_interface__
 
     def __getitem__(self, piece: int) -> np.ndarray:
         *ctas, rows, width = self.shape[1:]
-        tile = self.tile.reshape(*ctas, -1, self.tile.shape[-1])
+        if self.by_columns:
+            tile = self.tile.reshape(len(self.tile), *ctas, -1).swapaxes(0, 1)
+        else:
+            tile = self.tile.reshape(*ctas, -1, self.tile.shape[-1])
         block, part = divmod(piece, tile.shape[-2] // rows)
         return tile[..., part * rows : (part + 1) * rows, block * width : (block + 1) * width]
 

@@ -59,8 +59,23 @@ SERIAL_NIGHTLY = (
     case("window_d136_104", 200, 600, 136, head_dim_v=104, mask=band(60, 0), softcap=4.0),
     case("packed_d192_128", width=192, head_dim_v=128, lengths_q=(130, 0, 257), lengths_k=(140, 5, 300), mask=CAUSAL),
 )
-ON_EACH_COMMIT = (*ON_EACH_COMMIT, *RANGES_ON_EACH_COMMIT, *SERIAL_ON_EACH_COMMIT)
-NIGHTLY = (*NIGHTLY, *RANGES_NIGHTLY, *SERIAL_NIGHTLY)
+# 64 keys of each CTA
+HALF_TILES_ON_EACH_COMMIT = (
+    case("causal_group_d256", 200, 210, 256, mask=CAUSAL, heads=(2, 1)),
+    case("documents_d256", 140, 200, 256, mask=runs((60, 50, 30), (0, 1, 2), (40, 60, 20, 80), (2, 0, 1, 2))),
+)
+HALF_TILES_NIGHTLY = (
+    case("one_key_d256", 130, 1, 256, mask=CAUSAL),
+    case("whole_tiles_d256", 256, 256, 256),
+    case("keys_that_no_query_sees_d256", 130, 600, 256, mask=band(60, 0)),
+    case("softcap_window_d136_d200", 200, 300, 136, head_dim_v=200, mask=band(70, 20), softcap=3.0),
+    case("sinks_d192_d192", 300, 150, 192, mask=CAUSAL, sinks=True, heads=(2, 2)),
+    case("packed_d256", width=256, lengths_q=(130, 0, 257), lengths_k=(140, 5, 300), mask=CAUSAL, heads=(2, 1)),
+    case("prefix_and_lengths_d256", 200, 300, 256, mask=prefix(150, also=key_lengths(260))),
+    case("documents_none_sees_d256", 128, 420, 256, mask=runs((128,), (1,), (150, 90, 180), (0, 1, 2))),
+)
+ON_EACH_COMMIT = (*ON_EACH_COMMIT, *RANGES_ON_EACH_COMMIT, *SERIAL_ON_EACH_COMMIT, *HALF_TILES_ON_EACH_COMMIT)
+NIGHTLY = (*NIGHTLY, *RANGES_NIGHTLY, *SERIAL_NIGHTLY, *HALF_TILES_NIGHTLY)
 CASES = {one.name: one for one in (*ON_EACH_COMMIT, *NIGHTLY)}
 
 # deterministic: dq is added in order
@@ -74,6 +89,7 @@ ORDERED_NIGHTLY = (
     CASES["packed_causal"],
     CASES["group_d192_128"],
     CASES["causal_d192_128"],
+    CASES["causal_group_d256"],
 )
 ORDERED = {one.name: one for one in (*ORDERED_ON_EACH_COMMIT, *ORDERED_NIGHTLY)}
 
@@ -98,6 +114,11 @@ def pair_documents() -> tuple[Tensor, ...]:
 def pair_d192_128() -> tuple[Tensor, ...]:
     """Products one after the other, Q's rows and columns in one buffer, four steps."""
     return run_backward(case("scene", 200, 200, 192, head_dim_v=128, heads=(2, 1)), PAIR)
+
+
+def pair_d256() -> tuple[Tensor, ...]:
+    """64 keys of each CTA, rows and columns of Q and of dO in one buffer each, P and dS in shared memory."""
+    return run_backward(case("scene", 200, 100, 256, heads=(2, 1)), PAIR)
 
 
 def pair_ordered() -> tuple[Tensor, ...]:

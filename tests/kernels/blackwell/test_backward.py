@@ -208,7 +208,7 @@ def test_functions_of_scores_and_dropout_are_refused_by_name():
 
 
 def test_tiles_fit_the_memories():
-    for width, width_v in blackwell.BACKWARD_TILE_CONFIGS:
+    for width, width_v in blackwell.BACKWARD.widths:
         traits = _choice(_case("tile", width=width, head_dim_v=width_v)).backward.config.traits
         assert (traits.block_d, traits.block_dv) == (width, width_v)
         assert traits.shared_bytes() <= FAKES["B200"].shared_bytes and traits.tensor_columns() <= TENSOR_COLUMNS

@@ -64,7 +64,7 @@ def test_pair_with_every_input(name, family, judge):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scene", ("pair_of_a_group", "pair_unseen", "pair_documents", "pair_d192_128"))
+@pytest.mark.parametrize("scene", ("pair_of_a_group", "pair_unseen", "pair_documents", "pair_d192_128", "pair_d256"))
 def test_a_hundred_seeds(scene):
     """Every scene whose synchronisations `test_pair_backward_barriers` takes away; without a fault, and near the first
     schedule's gradients, whose dq may be added in another order.
@@ -238,10 +238,18 @@ def _choice(case: Case, **options):
     return select(Problem.from_call(call), B200)
 
 
-def test_tiles_fit_the_memories():
-    traits = _choice(CASES["causal"], kernel=PAIR).backward.config.traits
-    assert (traits.block_m, traits.block_n) == (128, 256)
+@pytest.mark.parametrize("name, keys", [("causal", 256), ("causal_d192_128", 256), ("causal_group_d256", 128)])
+def test_tiles_fit_the_memories(name, keys):
+    traits = _choice(CASES[name], kernel=PAIR).backward.config.traits
+    assert (traits.block_m, traits.block_n) == (128, keys)
     assert traits.shared_bytes() <= B200.shared_bytes and traits.tensor_columns() <= TENSOR_COLUMNS
+
+
+def test_the_pair_is_the_kernel_of_wide_heads():
+    """One CTA has no tile for them. It remains the kernel of narrower heads."""
+    wide, narrow = _choice(CASES["causal_group_d256"]), _choice(CASES["causal"])
+    assert (wide.backward.kernel.name, narrow.backward.kernel.name) == (PAIR, "blackwell.backward")
+    assert "head dimensions up to 128" in dict(wide.rejections)["blackwell.backward"]
 
 
 def test_cases_of_both_parts_are_named_once():

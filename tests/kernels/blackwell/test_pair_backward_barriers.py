@@ -21,7 +21,7 @@ from tests.kernels.blackwell.each_mutant import noticed, notices
 
 HERE = Path(__file__).parent
 # in this order, until one notices
-SCENES = ("pair_of_a_group", "pair_unseen", "pair_d192_128", "pair_documents", "pair_ordered")
+SCENES = ("pair_of_a_group", "pair_unseen", "pair_d192_128", "pair_d256", "pair_documents", "pair_ordered")
 FOLDER = Path(pair_backward.__file__).parent
 SOURCES = [*sorted(FOLDER.glob("pair_backward*.py")), FOLDER / "backward_compute.py", FOLDER / "backward_reduce.py"]
 MUTANTS = [(file, mutant) for file in SOURCES for mutant in mutants(file.read_text())]

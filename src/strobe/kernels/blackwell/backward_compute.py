@@ -2,6 +2,7 @@
 
 Eight warps, two warpgroups. A thread holds one key and half of the queries in HALF columns. P and dS replace S and dP
 in tensor memory. A thread writes columns that the other warpgroup reads, so all warps synchronize before they write.
+With half tiles (`BackwardTraits`) a thread holds one key and 32 queries, and P and dS go to shared memory.
 """
 
 from ..device.dialect import (
@@ -28,29 +29,35 @@ ALL: gl.constexpr = gl.constexpr(2**31 - 1)  # above every query's position
 
 @record
 class Halves:
-    """A tile [keys, queries] in registers, HALF queries each."""
+    """A tile [keys, queries] in registers, HALF queries each. Half tiles: all queries are in `first`."""
 
     first: Value
-    second: Value
+    second: Value  # half tiles: None
 
     @gluon.jit
-    def load(tile):
+    def load(tile, traits: gl.constexpr):
         """From tensor memory."""
-        layout: gl.constexpr = compute_layout(gl.float32, HALF, tile.shape[0])
-        return Halves(tile.slice(0, HALF).load(layout), tile.slice(HALF, HALF).load(layout))
+        layout: gl.constexpr = compute_layout(gl.float32, traits.part_columns, traits)
+        if traits.half_tiles:
+            return Halves(tile.load(layout), None)
+        else:
+            return Halves(tile.slice(0, HALF).load(layout), tile.slice(HALF, HALF).load(layout))
 
     @gluon.jit
-    def store_tensor(self, tile):
+    def store_tensor(self, tile, traits: gl.constexpr):
         """To 16 bits in tensor memory."""
-        layout: gl.constexpr = compute_layout(tile.dtype, HALF, tile.shape[0])
+        layout: gl.constexpr = compute_layout(tile.dtype, HALF, traits)
         tile.slice(0, HALF).store(gl.convert_layout(self.first.to(tile.dtype), layout))
         tile.slice(HALF, HALF).store(gl.convert_layout(self.second.to(tile.dtype), layout))
 
     @gluon.jit
     def store_shared(self, tile):
         """To 16 bits in shared memory."""
-        tile.slice(0, HALF, dim=1).store(self.first.to(tile.dtype))
-        tile.slice(HALF, HALF, dim=1).store(self.second.to(tile.dtype))
+        if self.second is None:
+            tile.store(self.first.to(tile.dtype))
+        else:
+            tile.slice(0, HALF, dim=1).store(self.first.to(tile.dtype))
+            tile.slice(HALF, HALF, dim=1).store(self.second.to(tile.dtype))
 
 
 @record
@@ -68,7 +75,8 @@ class AttentionMask:
     def of_tile(work, launch, traits: gl.constexpr):
         seqlen, window = work.seqlen, launch.window
         KEYS: gl.constexpr = traits.block_n
-        key = work.n_start + gl.arange(0, KEYS, gl.SliceLayout(1, compute_layout(gl.float32, HALF, KEYS)))
+        layout: gl.constexpr = compute_layout(gl.float32, traits.part_columns, traits)
+        key = work.n_start + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
         last_key = work.n_start + KEYS - 1
         shift = seqlen.seqlen_k - seqlen.seqlen_q
         first, stop = key * 0, key * 0 + seqlen.seqlen_q
@@ -95,8 +103,8 @@ class AttentionMask:
 
     @gluon.jit
     def apply_mask(self, x, masked, m_start, start: gl.constexpr, traits: gl.constexpr):
-        """x of HALF queries from m_start + start on, with the value `masked` where a query does not see the key."""
-        column = gl.arange(0, HALF, gl.SliceLayout(0, x.type.layout))[None, :]
+        """x of queries from m_start + start on, with the value `masked` where a query does not see the key."""
+        column = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
         begin = m_start + start
         first, stop = (self.first - begin)[:, None], (self.stop - begin)[:, None]
         return apply_mask(x, column, first, stop, masked, traits.mask.right or traits.mask.prefix)
@@ -190,18 +198,25 @@ class ComputeWarps:
         # P = exp2(scale S - LSE)
         pipes.q.consumer_wait(state.q)
         pipes.s.consumer_wait(state.step)
-        weights = self.probabilities(Halves.load(pipes.tensor.s(traits)), m_start, mask, state)
-        partition_barrier()  # both warpgroups have read S
-        weights.p.store_tensor(pipes.tensor.p(traits))
+        weights = self.probabilities(Halves.load(pipes.tensor.s(traits), traits), m_start, mask, state)
+        if traits.half_tiles:  # S comes after the products of the step before, which have read P and dS
+            weights.p.store_shared(pipes.p.tiles.index(0))
+            fence_async_shared()
+        else:
+            partition_barrier()  # both warpgroups have read S
+            weights.p.store_tensor(pipes.tensor.p(traits), traits)
         pipes.p.producer_commit(state.step)
         # dS = P (dP - delta)
         pipes.do.consumer_wait(state.do)
         pipes.dp.consumer_wait(state.step)
         ds = self.score_gradients(weights.slope, state)
-        partition_barrier()  # both warpgroups have read dP
-        ds.store_tensor(pipes.tensor.ds(traits))
-        if not traits.pair:
-            ds.store_shared(pipes.ds.tiles)
+        if traits.half_tiles:
+            ds.store_shared(pipes.ds.tiles.index(0))
+        else:
+            partition_barrier()  # both warpgroups have read dP
+            ds.store_tensor(pipes.tensor.ds(traits), traits)
+            if not traits.pair:
+                ds.store_shared(pipes.ds.tiles)
         fence_async_shared()  # dS before dQ reads it, and LSE and delta before TMA overwrites them
         pipes.q.consumer_release(state.q)
         pipes.do.consumer_release(state.do)
@@ -221,23 +236,31 @@ class ComputeWarps:
             is_partial = mask.is_partial(m_start)
         if traits.softcap:
             p, slope = self.capped_weights(s.first, m_start, mask, is_partial, lse, 0)
-            p_second, slope_second = self.capped_weights(s.second, m_start, mask, is_partial, lse, HALF)
+            p_second, slope_second = None, None
+            if s.second is not None:
+                p_second, slope_second = self.capped_weights(s.second, m_start, mask, is_partial, lse, HALF)
             return Weights(Halves(p, p_second), Halves(slope, slope_second))
         else:
             scale_log2 = self.launch.softmax.scale_log2
             first = s.first * scale_log2 - row_values(lse, 0, traits)[None, :]
-            second = s.second * scale_log2 - row_values(lse, HALF, traits)[None, :]
+            second = None
+            if s.second is not None:
+                second = s.second * scale_log2 - row_values(lse, HALF, traits)[None, :]
             if traits.masks:
                 if is_partial:  # after LSE, which is NaN for a row of NaN
                     first = mask.apply_mask(first, float("-inf"), m_start, 0, traits)
-                    second = mask.apply_mask(second, float("-inf"), m_start, HALF, traits)
-            p = Halves(gl.exp2(first), gl.exp2(second))
+                    if s.second is not None:
+                        second = mask.apply_mask(second, float("-inf"), m_start, HALF, traits)
+            p_second = None
+            if s.second is not None:
+                p_second = gl.exp2(second)
+            p = Halves(gl.exp2(first), p_second)
             return Weights(p, p)
 
     @gluon.jit
     def capped_weights(self, s, m_start, mask, is_partial, lse, start: gl.constexpr):
-        """(P in 16 bits, slope) of HALF queries with a softcap. Each half is computed by itself: the scores, P and the
-        slope of both halves would not fit in registers.
+        """(P in 16 bits, slope) of a part of the queries with a softcap. Each half is computed by itself: the scores, P
+        and the slope of both halves would not fit in registers.
         """
         traits: gl.constexpr = self.traits
         softmax = self.launch.softmax
@@ -257,11 +280,14 @@ class ComputeWarps:
     def score_gradients(self, slope, state):
         """dS = slope (dP - delta); `Weights` defines slope."""
         traits: gl.constexpr = self.traits
-        layout: gl.constexpr = compute_layout(gl.float32, HALF, traits.block_n)
+        layout: gl.constexpr = compute_layout(gl.float32, traits.part_columns, traits)
         dp, delta = self.pipes.tensor.dp(traits), self.pipes.do.stats.index(state.do.index)
-        first = slope.first * (dp.slice(0, HALF).load(layout) + row_values(delta, 0, traits)[None, :])
-        second = slope.second * (dp.slice(HALF, HALF).load(layout) + row_values(delta, HALF, traits)[None, :])
-        return Halves(first, second)
+        if traits.half_tiles:
+            return Halves(slope.first * (dp.load(layout) + row_values(delta, 0, traits)[None, :]), None)
+        else:
+            first = slope.first * (dp.slice(0, HALF).load(layout) + row_values(delta, 0, traits)[None, :])
+            second = slope.second * (dp.slice(HALF, HALF).load(layout) + row_values(delta, HALF, traits)[None, :])
+            return Halves(first, second)
 
     # ------------------------------------------------ dV and dK
 
@@ -270,8 +296,8 @@ class ComputeWarps:
         """dV, then scale dK, by TMA from the memory of V and K."""
         traits: gl.constexpr = self.traits
         pipes = self.pipes
-        store_gradient(pipes.tensor.dv(traits), rows_at(pipes.kv.v, 0), 1.0)
-        store_gradient(pipes.tensor.dk(traits), rows_at(pipes.kv.k, 0), self.launch.softmax.scale)
+        store_gradient(pipes.tensor.dv(traits), rows_at(pipes.kv.v, 0), 1.0, traits)
+        store_gradient(pipes.tensor.dk(traits), rows_at(pipes.kv.k, 0), self.launch.softmax.scale, traits)
         fence_async_shared()
         partition_barrier()
         store_parts(self.maps.dv, self.dv_rows(work), work.n_start, pipes.kv.v.index(0), traits)
@@ -289,8 +315,8 @@ class ComputeWarps:
         traits: gl.constexpr = self.traits
         ds = self.pipes.ds.tiles
         if traits.pair:
-            store_zero_parts(rows_at(self.pipes.kv.v, 0))
-            store_zero_parts(rows_at(self.pipes.kv.k, 0))
+            store_zero_parts(rows_at(self.pipes.kv.v, 0), traits)
+            store_zero_parts(rows_at(self.pipes.kv.k, 0), traits)
         else:
             ds.store(gl.full([ROWS, ROWS], 0.0, ds.dtype, gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])))
         fence_async_shared()
@@ -319,39 +345,46 @@ class ComputeWarps:
 
 @gluon.jit
 def row_values(stats, start: gl.constexpr, traits: gl.constexpr):
-    """LSE or -delta of HALF queries, a value for each column of a tile [keys, queries]."""
-    return stats.slice(start, HALF).load(gl.SliceLayout(0, compute_layout(gl.float32, HALF, traits.block_n)))
+    """LSE or -delta of a part of the queries, a value for each column of a tile [keys, queries]."""
+    COLUMNS: gl.constexpr = traits.part_columns
+    return stats.slice(start, COLUMNS).load(gl.SliceLayout(0, compute_layout(gl.float32, COLUMNS, traits)))
 
 
 @gluon.jit
-def store_gradient(accumulator, tile, factor):
+def store_gradient(accumulator, tile, factor, traits: gl.constexpr):
     """An accumulator times a factor into shared memory, both ColumnParts."""
-    store_columns(accumulator.main, tile.main, factor)
+    store_columns(accumulator.main, tile.main, factor, traits)
     if accumulator.tail is not None:
-        store_columns(accumulator.tail, tile.tail, factor)
+        store_columns(accumulator.tail, tile.tail, factor, traits)
 
 
 @gluon.jit
-def store_zero_parts(tile):
-    store_tile_of_zeros(tile.main)
+def store_zero_parts(tile, traits: gl.constexpr):
+    store_tile_of_zeros(tile.main, traits)
     if tile.tail is not None:
-        store_tile_of_zeros(tile.tail)
+        store_tile_of_zeros(tile.tail, traits)
 
 
 @gluon.jit
-def store_tile_of_zeros(tile):
-    layout: gl.constexpr = compute_layout(gl.float32, tile.shape[1], tile.shape[0])
+def store_tile_of_zeros(tile, traits: gl.constexpr):
+    layout: gl.constexpr = compute_layout(gl.float32, tile.shape[1], traits)
     tile.store(gl.full(tile.shape, 0.0, tile.dtype, layout))
 
 
 @gluon.jit
-def store_columns(accumulator, tile, factor):
-    """An accumulator times a factor into shared memory, at most HALF columns at a time."""
-    WIDTH: gl.constexpr = min(accumulator.shape[1], HALF)
-    layout: gl.constexpr = compute_layout(gl.float32, WIDTH, accumulator.shape[0])
-    for c in gl.static_range(accumulator.shape[1] // WIDTH):
-        columns = accumulator.slice(c * WIDTH, WIDTH).load(layout) * factor
-        tile.slice(c * WIDTH, WIDTH, dim=1).store(columns.to(tile.dtype))
+def store_columns(accumulator, tile, factor, traits: gl.constexpr):
+    """An accumulator times a factor into shared memory, at most HALF columns at a time. Half tiles: all columns, 64 a
+    thread.
+    """
+    if traits.half_tiles:
+        columns = accumulator.load(compute_layout(gl.float32, accumulator.shape[1], traits)) * factor
+        tile.store(columns.to(tile.dtype))
+    else:
+        WIDTH: gl.constexpr = min(accumulator.shape[1], HALF)
+        layout: gl.constexpr = compute_layout(gl.float32, WIDTH, traits)
+        for c in gl.static_range(accumulator.shape[1] // WIDTH):
+            columns = accumulator.slice(c * WIDTH, WIDTH).load(layout) * factor
+            tile.slice(c * WIDTH, WIDTH, dim=1).store(columns.to(tile.dtype))
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ from .forward_memory import ROWS, tile_layout
 from .traits import TENSOR_COLUMNS as _TENSOR_COLUMNS
 
 TENSOR_COLUMNS: gl.constexpr = gl.constexpr(_TENSOR_COLUMNS)
-HALF: gl.constexpr = gl.constexpr(64)  # columns of a tile that the compute warps handle at a time, 32 a thread
+HALF: gl.constexpr = gl.constexpr(64)  # columns of a tile that the compute warps hold at a time, 32 a thread
 CHUNK: gl.constexpr = gl.constexpr(32)  # columns of dQ that the reduce warps hold at a time, a row a thread
 
 
@@ -101,7 +101,7 @@ class TensorMemory:
     @gluon.jit
     def s(self, traits: gl.constexpr):
         """S^T [keys, queries]"""
-        return self.columns.slice(traits.columns.s, ROWS)
+        return self.tile(traits.columns.s, ROWS, traits)
 
     @gluon.jit
     def p(self, traits: gl.constexpr):
@@ -111,7 +111,7 @@ class TensorMemory:
     @gluon.jit
     def dp(self, traits: gl.constexpr):
         """dP^T [keys, queries]"""
-        return self.columns.slice(traits.columns.dp, ROWS)
+        return self.tile(traits.columns.dp, ROWS, traits)
 
     @gluon.jit
     def ds(self, traits: gl.constexpr):
@@ -122,31 +122,39 @@ class TensorMemory:
     def dq(self, traits: gl.constexpr):
         """dQ [queries, D]"""
         if traits.pair:
-            main = pair_dq(self.columns, traits.columns.dq, traits.main_d)
+            main = half_tile(self.columns, traits.columns.dq, traits.main_d)
             if traits.tail_d:
-                tail = pair_dq(self.columns, traits.columns.dq + traits.main_d // 2, traits.tail_d)
+                tail = half_tile(self.columns, traits.columns.dq + traits.main_d // 2, traits.tail_d)
                 return ColumnParts(main, tail)
             else:
                 return ColumnParts(main, None)
         else:
-            return self.parts(traits.columns.dq, traits.main_d, traits.tail_d)
+            return self.parts(traits.columns.dq, traits.main_d, traits.tail_d, traits)
 
     @gluon.jit
     def dv(self, traits: gl.constexpr):
         """dV [keys, D_v]"""
-        return self.parts(traits.columns.dv, traits.main_dv, traits.tail_dv)
+        return self.parts(traits.columns.dv, traits.main_dv, traits.tail_dv, traits)
 
     @gluon.jit
     def dk(self, traits: gl.constexpr):
         """dK [keys, D]"""
-        return self.parts(traits.columns.dk, traits.main_d, traits.tail_d)
+        return self.parts(traits.columns.dk, traits.main_d, traits.tail_d, traits)
 
     @gluon.jit
-    def parts(self, first: gl.constexpr, main: gl.constexpr, tail: gl.constexpr):
+    def parts(self, first: gl.constexpr, main: gl.constexpr, tail: gl.constexpr, traits: gl.constexpr):
         if tail == 0:
-            return ColumnParts(self.columns.slice(first, main), None)
+            return ColumnParts(self.tile(first, main, traits), None)
         else:
             return ColumnParts(self.columns.slice(first, main), self.columns.slice(first + main, tail))
+
+    @gluon.jit
+    def tile(self, first: gl.constexpr, width: gl.constexpr, traits: gl.constexpr):
+        """float32 [keys, width] from column `first` of tensor memory on."""
+        if traits.half_tiles:
+            return half_tile(self.columns, first, width)
+        else:
+            return self.columns.slice(first, width)
 
 
 @record
@@ -219,29 +227,24 @@ def half_precision(columns, first: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def pair_dq(columns, first: gl.constexpr, width: gl.constexpr):
+def half_tile(columns, first: gl.constexpr, width: gl.constexpr):
     """[ROWS, width] of a pair over the width / 2 columns of tensor memory from `first` on."""
-    return reinterpret(columns.slice(first, width // 2), gl.float32, [ROWS, width], dq_layout(width))
+    return reinterpret(columns.slice(first, width // 2), gl.float32, [ROWS, width], half_tile_layout(width))
 
 
 @gluon.constexpr_function
-def compute_layout(dtype, columns=64, rows=128):
-    """Registers of eight warps for [rows, columns] of tensor memory: a thread holds half of a row. A pair of CTAs has
-    256 rows.
+def compute_layout(dtype, columns, traits):
+    """Registers of eight warps for [keys, columns] of tensor memory: a thread holds half of a row, or with half tiles a
+    quarter.
     """
-    return tmem_reg_layout(dtype, (rows, columns), rows_layout(rows, columns), 8)
+    layout = pair_tile_layout(traits.cta_keys, columns) if traits.pair else tile_layout(columns)
+    return tmem_reg_layout(dtype, (traits.block_n, columns), layout, 8)
 
 
 @gluon.constexpr_function
-def rows_layout(rows, columns):
-    """Tensor memory of `rows` keys: of one CTA, or of a pair, of which each has ROWS."""
-    return tile_layout(columns) if rows == ROWS else pair_tile_layout(ROWS, columns)
-
-
-@gluon.constexpr_function
-def dq_layout(columns):
-    """Tensor memory of a pair's dQ [ROWS, columns]. Each CTA has half of the rows: 64 lanes hold the first half of the
-    columns, and 64 the second.
+def half_tile_layout(columns):
+    """Tensor memory of [ROWS, columns], of which each CTA of a pair has half of the rows: lanes 0 to 63 hold the first
+    half of the columns, lanes 64 to 127 the second. dQ of any pair, and every tile with half tiles.
     """
     return pair_tile_layout(ROWS // 2, columns)
 
@@ -255,4 +258,4 @@ def reduce_layout():
 @gluon.constexpr_function
 def pair_reduce_layout(columns):
     """Registers of four warps for a pair's dQ [ROWS, columns]: a thread holds half of a row."""
-    return tmem_reg_layout(gl.float32, (ROWS, columns), dq_layout(columns), 4)
+    return tmem_reg_layout(gl.float32, (ROWS, columns), half_tile_layout(columns), 4)

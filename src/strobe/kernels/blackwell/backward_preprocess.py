@@ -86,7 +86,7 @@ def postprocess_kernel(dq_sum, dq, cu_seqlens_q, strides, shape, scale, traits: 
     RowShape.
     """
     BLOCK_M: tl.constexpr = traits.block_m
-    WIDTH: tl.constexpr = traits.tail_d if traits.tail_d else traits.block_d
+    WIDTH: tl.constexpr = traits.tail_d if traits.tail_d else min(traits.block_d, 128)
     pid = tl.program_id(0)
     index, block = pid // shape.num_m_blocks, pid % shape.num_m_blocks
     start, length, m_start = rows_of_tile(block, shape.num_m_blocks, cu_seqlens_q, shape.batch, shape.tokens, traits)

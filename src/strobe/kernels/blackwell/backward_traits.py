@@ -60,9 +60,26 @@ class BackwardTraits(Constants, TileConstants):
     block_m = ROWS
 
     @property
+    def half_tiles(self) -> bool:
+        """Whether each CTA of a pair has 64 keys, because dK and dV of 128 would fill tensor memory. A tile then takes
+        half as many columns: lanes 0 to 63 hold the first half of its columns, lanes 64 to 127 the second.
+        """
+        return self.pair and self.block_d + self.block_dv >= TENSOR_COLUMNS
+
+    @property
+    def cta_keys(self) -> int:
+        """Keys per tile of each CTA."""
+        return ROWS // 2 if self.half_tiles else ROWS
+
+    @property
     def block_n(self) -> int:
-        """Keys per tile: the rows of one tensor memory, or of both of a pair."""
-        return 2 * ROWS if self.pair else ROWS
+        """Keys per tile, of one CTA or of both of a pair."""
+        return 2 * self.cta_keys if self.pair else self.cta_keys
+
+    @property
+    def part_columns(self) -> int:
+        """Queries that the compute warps handle at a time, 32 a thread."""
+        return ROWS if self.half_tiles else ROWS // 2
 
     @property
     def q_stages(self) -> int:
@@ -96,16 +113,21 @@ class BackwardTraits(Constants, TileConstants):
 
     @property
     def serial(self) -> bool:
-        """Whether tensor memory does not hold S, dP and the gradients at once. Then dP overlaps S, dQ overlaps both,
-        and no product of a step runs under the arithmetic of another.
+        """Whether the products of a step follow each other. Tensor memory does not hold S, dP and the gradients at
+        once, so dP overlaps S, and dQ overlaps both. Half tiles do not overlap, but shared memory does not hold the
+        rows and the columns of Q and dO at once.
         """
         return 2 * ROWS + self.block_d + self.block_dv > TENSOR_COLUMNS
 
     @property
     def columns(self) -> TensorColumns:
         """First columns. Serial: dP overlaps the half of S that P does not overlap, and dQ overlaps P and dP. Pair: dQ
-        has half as many columns and overlaps the half of S that P does not overlap; serial: dP and dS.
+        has half as many columns and overlaps the half of S that P does not overlap; serial: dP and dS. Half tiles do
+        not overlap.
         """
+        if self.half_tiles:
+            dv, dk = self.block_dv // 2, self.block_d // 2
+            return TensorColumns(dv=0, dk=dv, s=dv + dk, dp=dv + dk + ROWS // 2, dq=dv + dk + ROWS)
         if self.serial:
             return TensorColumns(
                 s=TENSOR_COLUMNS - ROWS - ROWS // 2,
@@ -119,16 +141,21 @@ class BackwardTraits(Constants, TileConstants):
     def shared_bytes(self) -> int:
         """K, V, dS, the stages of Q and dO in 2 bytes each, their LSE and delta in 4, and barriers. Pair: of one CTA,
         which has half of K's columns, Q's and dO's rows and columns besides. Serial: Q's rows and columns share memory.
+        Half tiles: dO's, too, and P and dS^T lie in shared memory.
         """
         t = self.tuning
+        stats = 4 * ROWS * (t.q_stages + t.do_stages)
+        if self.half_tiles:
+            columns = 3 * self.block_d + 2 * self.block_dv + 3 * ROWS
+            return 2 * self.cta_keys * columns + stats + 8 * (PAIR_BARRIERS + self.key_ranges + self.mask.documents)
         if self.pair:
             barriers = PAIR_BARRIERS + self.key_ranges + self.mask.documents
             columns = 3 * self.block_d - self.serial * self.block_d // 2 + 2 * self.block_dv + ROWS
-            return 2 * ROWS * columns + 4 * ROWS * (t.q_stages + t.do_stages) + 8 * barriers
+            return 2 * ROWS * columns + stats + 8 * barriers
         columns = (1 + t.q_stages) * self.block_d + (1 + t.do_stages) * self.block_dv + ROWS
         barriers = 1 + 2 * t.q_stages + 2 * t.do_stages + 7
         barriers += self.key_ranges + self.mask.documents * t.q_stages
-        return 2 * ROWS * columns + 4 * ROWS * (t.q_stages + t.do_stages) + 8 * barriers
+        return 2 * ROWS * columns + stats + 8 * barriers
 
     def tensor_columns(self) -> int:
         """Triton allocates powers of two."""

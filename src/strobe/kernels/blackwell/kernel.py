@@ -162,26 +162,34 @@ BACKWARD_TILE_CONFIGS = {
     (96, 96): BackwardTileConfig(),
     (128, 128): BackwardTileConfig(),
     (192, 128): BackwardTileConfig(q_stages=1),
+    (256, 256): BackwardTileConfig(),  # of a pair alone
 }
-PAIR_TILE_CONFIG = BackwardTileConfig(q_stages=2, do_stages=2)  # stages of LSE and of delta: tiles have one
-PAIR_WIDTHS = (128, 128), (192, 128)
-# with dq added in order, because semaphores take registers of reduce: it spilled 16 bytes before, 0 now
-ORDERED_REGISTERS = 176, 40
+PAIR_STAGES = 2  # of LSE and of delta: tiles have one
+# registers of compute, and of mma, load and relay, in a pair: those that spilled least
+PAIR_REGISTERS = {(128, 128): (184, 56), (192, 128): (184, 56), (256, 256): (152, 64)}
+# registers of mma and load with dq added in order, because semaphores take registers of reduce: it spilled 16 bytes
+# before, 0 now
+ORDERED_ONE_WARP = 40
 
 
 class BlackwellBackward:
     name = "blackwell.backward"
+    widths: tuple[tuple[int, int], ...] = ((64, 64), (96, 96), (128, 128), (192, 128))
+
+    def against_widths(self, problem: Problem) -> str:
+        """Why the kernel has no tile for a problem's head dimensions."""
+        return (
+            "head dimensions up to 128, or 192 with values of at most 128: tensor memory holds dk and dv; this is "
+            f"{problem.head_dim}/{problem.head_dim_v}"
+        )
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
         if target.kind != "cuda" or target.capability not in CAPABILITIES:
             return _needs_tensor_memory(target)
         if has_spans(problem.mask) and _ordered(problem):
             return "no deterministic gradients with prefixes, key lengths or documents"
-        if backward_tiled(problem) is None:
-            return (
-                "head dimensions up to 128, or 192 with values of at most 128: tensor memory holds dk and dv; this is "
-                f"{problem.head_dim}/{problem.head_dim_v}"
-            )
+        if backward_tiled(problem) not in self.widths:
+            return self.against_widths(problem)
         written = replace(problem, out_dtype=problem.dtype)  # the backward can read partial results
         return (
             _against_functions(problem)
@@ -201,7 +209,7 @@ class BlackwellBackward:
         tuning, head_dims = BACKWARD_TILE_CONFIGS[widths], (problem.head_dim, problem.head_dim_v)
         options = (problem.group, problem.mask, bool(problem.softcap), even, problem.packed)
         if _ordered(problem):
-            tuning = replace(tuning, registers=ORDERED_REGISTERS)
+            tuning = replace(tuning, registers=(tuning.registers[0], ORDERED_ONE_WARP))
         ordered = _ordered(problem), _reversed_sections(problem)
         return BackwardConfig(BackwardTraits(tuning, *widths, *head_dims, *options, *ordered))
 
@@ -271,18 +279,27 @@ def _against_functions(problem: Problem) -> str | None:
 
 
 class BlackwellBackwardPair(BlackwellBackward):
-    """The backward with a pair of CTAs, which share tiles of 256 keys."""
+    """The backward with a pair of CTAs, which share tiles of 256 keys, or of 128 at head dimension 256."""
 
     name = "blackwell.backward_pair"
+    widths = (128, 128), (192, 128), (256, 256)
+
+    def against_widths(self, problem: Problem) -> str:
+        return (
+            f"a pair of CTAs has tiles for head dimensions 97 to 256; this is {problem.head_dim}/{problem.head_dim_v}"
+        )
 
     def why_not(self, problem: Problem, target: Target) -> str | None:
         return super().why_not(problem, target) or _against_pair(problem)
 
     def config(self, problem: Problem, target: Target) -> BackwardConfig:
         traits = super().config(problem, target).traits
-        even = not has_spans(problem.mask) and fills_tiles(problem, 2 * ROWS)
-        tuning = replace(PAIR_TILE_CONFIG, registers=traits.tuning.registers)
-        return BackwardConfig(replace(traits, tuning=tuning, even=even, pair=True))
+        compute, one_warp = PAIR_REGISTERS[traits.block_d, traits.block_dv]
+        registers = compute, ORDERED_ONE_WARP if traits.deterministic else one_warp
+        tuning = replace(traits.tuning, q_stages=PAIR_STAGES, do_stages=PAIR_STAGES, registers=registers)
+        traits = replace(traits, tuning=tuning, pair=True)
+        even = not has_spans(problem.mask) and fills_tiles(problem, traits.block_n)
+        return BackwardConfig(replace(traits, even=even))
 
 
 def _against_pair(problem: Problem) -> str | None:
@@ -290,13 +307,9 @@ def _against_pair(problem: Problem) -> str | None:
     version = import_module("triton").__version__
     if tuple(map(int, version.split(".")[:2])) < (3, 9):
         return f"a pair of CTAs needs Triton 3.9; this is {version}"
-    if backward_tiled(problem) not in PAIR_WIDTHS:
-        return (
-            "a pair of CTAs has tiles for head dimensions 97 to 128, or 192 with values of at most 128; this is "
-            f"{problem.head_dim}/{problem.head_dim_v}"
-        )
     if isinstance(problem.layout, Dense) and problem.layout.seqlen_k <= ROWS:
-        return f"one CTA holds all {problem.layout.seqlen_k} keys"
+        if backward_tiled(problem) in BACKWARD.widths:
+            return f"one CTA holds all {problem.layout.seqlen_k} keys"
     return None
 
 

@@ -34,6 +34,12 @@ Schedule of the MMA warp; step t is tile of queries t of a work tile
     mainloop     S(t)  dK(t-1)  dP(t)  dQ(t-1)  dV(t)
     epilogue     dK  dQ of the last step
 
+With heads of 256, dK and dV of 128 keys a CTA would fill tensor memory. So a CTA has 64 keys (`half_tiles`), a product
+has M = 128, and a tile takes half as many columns. P^T and dS^T are operands from shared memory. The products run in
+series. Rows and columns of dO share memory, too, as those of Q do:
+    dV | dK | S^T, 64 columns | dP^T, 64 columns | dQ, 128 columns
+    S(t)  dP(t)  dV(t)  dK(t)  dQ(t)     dP does not wait for P, and S does not wait until dQ(t-1) has been read
+
 192/128 would need 576 columns. The products of a step run in series (`serial`), and Q's rows and columns share memory:
     dV | dK | S^T, P^T over its first half | dP^T over S^T's second half and 64 columns more, dS^T over its first half
               dQ over the last 96 columns, in two parts

@@ -4,7 +4,8 @@ load: K and V of the CTA's keys, half of K's columns of all keys; then of each s
     half of Q's rows with LSE, half of dO's rows, half of dO's columns with -delta, half of Q's columns
 
 Serial products: Q's rows and columns share a buffer. S has read the rows before the columns are loaded, and dK has read
-the columns before the next step's rows are.
+the columns before the next step's rows are. With half tiles dO's rows and columns share one, too: dP has read the rows
+before the columns are loaded, and dV, which comes before dK, the columns before the next rows are.
 
 Documents: in a tile with rows of other documents, each part completes `rows_landed`, a barrier that only the load warp
 waits for. The warp masks the other documents' rows as `backward_load` does, then commits the part. There are six parts
@@ -20,7 +21,7 @@ from ..device.pipeline import PipelineState
 from ..device.zero_foreign_rows import ROWS_PER_STEP, is_own_row
 from .backward_memory import ROWS, load_parts
 from .backward_work import ProgramInputs, WorkTile, of_role
-from .pair_backward_memory import BYTES, PairInputMaps, PairPipelines
+from .pair_backward_memory import PairInputMaps, PairPipelines
 
 
 @record
@@ -84,7 +85,7 @@ class PairLoadWarp:
         traits: gl.constexpr = self.traits
         maps, kv, shape = self.maps, self.pipes.kv, self.launch.shape
         full, num_keys = kv.full.index(0), work.seqlen.num_keys
-        mbarrier.expect(full, 2 * ROWS * (2 * traits.block_d + traits.block_dv))
+        mbarrier.expect(full, 2 * traits.cta_keys * (2 * traits.block_d + traits.block_dv))
         keys = work.k_rows(shape.stride_k, num_keys, shape, traits)
         load_parts(maps.k, keys, work.n_start, full, kv.k.index(0), traits)
         values = work.k_rows(shape.stride_v, num_keys, shape, traits)
@@ -109,9 +110,13 @@ class PairLoadWarp:
             pipes.q_rows.producer_acquire(state)
         self.load_tile(pipes.q_rows, maps.q, q_rows, work, queries, True, 0)
         self.load_stats(pipes.q, stats, stat, work, queries, float("inf"), 1)
-        pipes.do_rows.producer_acquire(state)
+        if not traits.half_tiles:  # half tiles: dV of the step before has read dO's columns, because dK comes after it
+            pipes.do_rows.producer_acquire(state)
         self.load_tile(pipes.do_rows, maps.do, do_rows, work, queries, True, 0)
-        pipes.do_columns.producer_acquire(state)
+        if traits.half_tiles:  # dP of this step has read dO's rows
+            mbarrier.wait(pipes.do_rows.empty.index(0), state.phase)
+        else:
+            pipes.do_columns.producer_acquire(state)
         self.load_tile(pipes.do_columns, maps.do_columns, do_rows, work, queries, False, 1)
         self.load_stats(pipes.do, stats, stat + tiles * traits.block_m, work, queries, 0.0, 0)
         if traits.serial:  # S of this step has read Q's rows
@@ -187,20 +192,19 @@ def commit_masked(full):
 def zero_foreign_part(tile, row, own, by_rows: gl.constexpr):
     """`zero_foreign_rows` of a tile that the CTAs divide by rows or by columns. `row` is the tile's first row."""
     LOCAL_ROWS: gl.constexpr = tile.shape[-2] // 2 if by_rows else tile.shape[-2]
+    FIRST_OF_SECOND: gl.constexpr = LOCAL_ROWS if by_rows else 0  # the second CTA's first row
     LOCAL_COLUMNS: gl.constexpr = tile.shape[-1] if by_rows else tile.shape[-1] // 2
     COLUMNS: gl.constexpr = min(LOCAL_COLUMNS, tile.layout.swizzle_byte_width // 2)
     BLOCKS: gl.constexpr = LOCAL_COLUMNS // COLUMNS
     PIECES: gl.constexpr = LOCAL_ROWS // ROWS_PER_STEP
     LANES: gl.constexpr = [1, 256 // COLUMNS, COLUMNS // 8]
-    # [CTAs that divide the rows, rows, columns]
-    PIECE: gl.constexpr = [2, ROWS_PER_STEP, COLUMNS] if by_rows else [1, ROWS_PER_STEP, 2 * COLUMNS]
-    BASIS: gl.constexpr = [[1, 0, 0]] if by_rows else [[0, 0, 1]]
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], LANES, [1, 1, 1], [2, 1, 0], cga_layout=BASIS)
-    memory_layout: gl.constexpr = gl.NVMMASharedLayout(2 * COLUMNS, 16, 3, cga_layout=BASIS)
+    PIECE: gl.constexpr = [2, ROWS_PER_STEP, COLUMNS]  # [CTAs, rows, columns]
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], LANES, [1, 1, 1], [2, 1, 0], cga_layout=[[1, 0, 0]])
+    memory_layout: gl.constexpr = gl.NVMMASharedLayout(2 * COLUMNS, 16, 3, cga_layout=[[1, 0, 0]])
     pieces = reinterpret(tile, tile.dtype, [BLOCKS * PIECES] + PIECE, memory_layout)  # noqa: RUF005 (Triton has no *)
     plane: gl.constexpr = gl.SliceLayout(2, layout)
     cta = gl.arange(0, PIECE[0], gl.SliceLayout(1, plane))[:, None]
-    line = row + cta * LOCAL_ROWS + gl.arange(0, ROWS_PER_STEP, gl.SliceLayout(0, plane))[None, :]
+    line = row + cta * FIRST_OF_SECOND + gl.arange(0, ROWS_PER_STEP, gl.SliceLayout(0, plane))[None, :]
     for i in range(PIECES):
         kept = is_own_row(line + i * ROWS_PER_STEP, own)
         for block in range(BLOCKS):
@@ -225,14 +229,15 @@ def relay(inputs, pipes, launch, traits: gl.constexpr):
         while row >= 0:
             work = WorkTile.of_program(row, inputs, launch, traits)
             if work.is_valid:
-                state = relay_steps(work.num_steps(traits), pipes, state)
+                state = relay_steps(work.num_steps(traits), pipes, state, traits)
             row = work.next_row
     else:
-        relay_steps(WorkTile.of_program(None, inputs, launch, traits).num_steps(traits), pipes, state)
+        relay_steps(WorkTile.of_program(None, inputs, launch, traits).num_steps(traits), pipes, state, traits)
 
 
 @gluon.jit
-def relay_steps(steps, pipes, state):
+def relay_steps(steps, pipes, state, traits: gl.constexpr):
+    BYTES: gl.constexpr = traits.block_n * ROWS  # of dS that a CTA gets: all keys, half of the queries, 16 bits
     landed = pipes.landed.index(0)
     for _ in range(steps):
         pipes.exchange.producer_acquire(state)

@@ -18,8 +18,6 @@ from ..device.pipeline import Pipeline
 from ..device.tma import ColumnParts, allocate_tiles
 from .backward_memory import ROWS, TENSOR_COLUMNS, TensorMemory
 
-BYTES: gl.constexpr = gl.constexpr(2 * 256 * 64)  # of dS that a CTA gets: all 256 keys, 64 queries, 16 bits
-
 
 @record
 class PairInputMaps:
@@ -98,11 +96,11 @@ class PairPipelines:
     def create(maps, traits: gl.constexpr):
         dtype: gl.constexpr = maps.k.main.dtype
         layout: gl.constexpr = pair_tile_layout(ROWS, TENSOR_COLUMNS)
-        columns = allocate_tensor_memory(gl.float32, [traits.block_n, TENSOR_COLUMNS], layout)
-        ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-            [traits.block_n, ROWS], dtype, cga_layout=[[0, 1]]
-        )
-        ds = gl.allocate_shared_memory(dtype, [1, traits.block_n, ROWS], ds_layout)
+        columns = allocate_tensor_memory(gl.float32, [2 * ROWS, TENSOR_COLUMNS], layout)
+        exchange = keys_by_queries(dtype, 1, traits)
+        p, ds = None, None
+        if traits.half_tiles:
+            p, ds = keys_by_queries(dtype, 0, traits), keys_by_queries(dtype, 0, traits)
         kv_empty, rows_landed = None, None
         if traits.key_ranges:
             kv_empty = pair_barriers(1, 1, False)
@@ -120,6 +118,11 @@ class PairPipelines:
             q_columns = tiles_over(q_rows, maps.q_columns)
         else:
             q_columns = allocate_tiles(1, maps.q_columns)
+        do_rows = allocate_tiles(1, maps.do)
+        if traits.half_tiles:
+            do_columns = tiles_over(do_rows, maps.do_columns)
+        else:
+            do_columns = allocate_tiles(1, maps.do_columns)
         return PairPipelines(
             TensorMemory(columns, dtype),
             kv,
@@ -127,13 +130,13 @@ class PairPipelines:
             StatsPipeline.create(maps.stats),
             of_products(q_rows),
             of_products(q_columns),
-            of_products(allocate_tiles(1, maps.do)),
-            of_products(allocate_tiles(1, maps.do_columns)),
+            of_products(do_rows),
+            of_products(do_columns),
             by_products(),
-            for_products(None),
+            for_products(p),
             by_products(),
-            for_products(None),
-            of_products(ds),
+            for_products(ds),
+            of_products(exchange),
             pair_barriers(1, 1, False),
             Pipeline(None, pair_barriers(1, 1, False), pair_barriers(1, 1, True), False),
             by_products(),
@@ -158,11 +161,38 @@ class PairPipelines:
     @gluon.jit
     def send(self, first, second):
         """Store dS [keys, 64] of the first and of the second half of the queries in 16 bits, each half in the CTA that
-        multiplies it. The bytes complete that CTA's barrier `landed`.
+        multiplies it. Half tiles: `first` has all queries. The bytes complete that CTA's barrier `landed`.
         """
         tile = self.exchange.tiles.index(0)
-        both = gl.join(first.to(tile.dtype), second.to(tile.dtype)).permute((0, 2, 1))
-        store_cluster(tile, both.reshape(tile.shape), self.landed.index(0))
+        if second is None:
+            store_cluster(tile, first.to(tile.dtype), self.landed.index(0))
+        else:
+            both = gl.join(first.to(tile.dtype), second.to(tile.dtype)).permute((0, 2, 1))
+            store_cluster(tile, both.reshape(tile.shape), self.landed.index(0))
+
+    @gluon.jit
+    def p_operand(self, traits: gl.constexpr):
+        """P^T [keys, queries] as the left operand of dV."""
+        if traits.half_tiles:
+            return self.p.tiles.index(0)
+        else:
+            return self.tensor.p(traits)
+
+    @gluon.jit
+    def ds_operand(self, traits: gl.constexpr):
+        """dS^T [keys, queries] as the left operand of dK."""
+        if traits.half_tiles:
+            return self.ds.tiles.index(0)
+        else:
+            return self.tensor.ds(traits)
+
+
+@gluon.jit
+def keys_by_queries(dtype: gl.constexpr, divided: gl.constexpr, traits: gl.constexpr):
+    """Shared memory for a tile [keys, queries], of which the CTAs divide dimension `divided`."""
+    BASIS: gl.constexpr = [[0, 1]] if divided == 1 else [[1, 0]]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([traits.block_n, ROWS], dtype, cga_layout=BASIS)
+    return gl.allocate_shared_memory(dtype, [1, traits.block_n, ROWS], layout)
 
 
 @gluon.jit
@@ -173,7 +203,7 @@ def of_products(tiles):
 
 @gluon.jit
 def for_products(tiles):
-    """Operands in tensor memory, which another pipeline empties."""
+    """Operands that the compute warps write to tensor memory or to `tiles`; another pipeline empties them."""
     return Pipeline(tiles, pair_barriers(1, 1, True), None, False)
 
 

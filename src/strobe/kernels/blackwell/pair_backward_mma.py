@@ -89,13 +89,20 @@ class PairMmaWarp:
     @gluon.jit
     def serial_mainloop(self, steps, state):
         pipes = self.pipes
+        HALF_TILES: gl.constexpr = self.traits.half_tiles
         for step in range(steps):
-            pipes.dq.producer_acquire(state)  # S is written over dQ of the step before
+            if not HALF_TILES:  # S is written over dQ of the step before
+                pipes.dq.producer_acquire(state)
             self.s_product(state)
-            pipes.p.consumer_wait(state)  # dP is written over S
+            if not HALF_TILES:  # dP is written over S
+                pipes.p.consumer_wait(state)
             self.dp_product(state)
+            if HALF_TILES:
+                pipes.p.consumer_wait(state)
             self.dv_product(state, step > 0)
             self.dk_product(state, step > 0)
+            if HALF_TILES:
+                pipes.dq.producer_acquire(state)
             self.dq_product(state)
             state = state.advance()
         return state
@@ -120,20 +127,20 @@ class PairMmaWarp:
 
     @gluon.jit
     def dv_product(self, state, use_acc):
-        """dV += P^T dO: [keys, queries] x [queries, d_v], P^T in tensor memory"""
+        """dV += P^T dO: [keys, queries] x [queries, d_v], P^T in tensor memory, or with half tiles in shared memory"""
         pipes = self.pipes
         pipes.do_columns.consumer_wait(state)
-        p, dv = pipes.tensor.p(self.traits), pipes.tensor.dv(self.traits)
+        p, dv = pipes.p_operand(self.traits), pipes.tensor.dv(self.traits)
         product(p, tile_now(pipes.do_columns.tiles, 0), dv, use_acc)
         tcgen05_commit(pipes.do_columns.empty.index(0))
 
     @gluon.jit
     def dk_product(self, state, use_acc):
-        """dK += dS^T Q: [keys, queries] x [queries, d], dS^T in tensor memory"""
+        """dK += dS^T Q: [keys, queries] x [queries, d], dS^T in the same memory as P^T"""
         pipes = self.pipes
         pipes.q_columns.consumer_wait(state)
         pipes.ds.consumer_wait(state)
-        ds, dk = pipes.tensor.ds(self.traits), pipes.tensor.dk(self.traits)
+        ds, dk = pipes.ds_operand(self.traits), pipes.tensor.dk(self.traits)
         product(ds, tile_now(pipes.q_columns.tiles, 0), dk, use_acc)
         tcgen05_commit(pipes.q_columns.empty.index(0))
 
