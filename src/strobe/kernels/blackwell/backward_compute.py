@@ -243,19 +243,20 @@ class ComputeWarps:
         else:
             scale_log2 = self.launch.softmax.scale_log2
             first = s.first * scale_log2 - row_values(lse, 0, traits)[None, :]
-            second = None
-            if s.second is not None:
+            if s.second is None:
+                if traits.masks:
+                    if is_partial:  # after LSE, which is NaN for a row of NaN
+                        first = mask.apply_mask(first, float("-inf"), m_start, 0, traits)
+                p = Halves(gl.exp2(first), None)
+                return Weights(p, p)
+            else:
                 second = s.second * scale_log2 - row_values(lse, HALF, traits)[None, :]
-            if traits.masks:
-                if is_partial:  # after LSE, which is NaN for a row of NaN
-                    first = mask.apply_mask(first, float("-inf"), m_start, 0, traits)
-                    if s.second is not None:
+                if traits.masks:
+                    if is_partial:  # see above
+                        first = mask.apply_mask(first, float("-inf"), m_start, 0, traits)
                         second = mask.apply_mask(second, float("-inf"), m_start, HALF, traits)
-            p_second = None
-            if s.second is not None:
-                p_second = gl.exp2(second)
-            p = Halves(gl.exp2(first), p_second)
-            return Weights(p, p)
+                p = Halves(gl.exp2(first), gl.exp2(second))
+                return Weights(p, p)
 
     @gluon.jit
     def capped_weights(self, s, m_start, mask, is_partial, lse, start: gl.constexpr):
